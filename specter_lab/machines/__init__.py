@@ -1,0 +1,1 @@
+"""The owners of time: simulated, throttled and CUDA machines."""

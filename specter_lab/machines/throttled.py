@@ -1,0 +1,136 @@
+"""A machine with a wall clock: real CPU compute beside real byte copies, paced to the speed of a chosen link.
+
+It shows real overlap without a GPU: the processor plays the device, a worker thread plays the copy engine.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from specter_lab.observe.trace import TraceWriter
+from specter_lab.pieces import LinkSource
+from specter_lab.records import ExpertKey, Transfer
+
+
+class ThrottledMachine:
+    """Wall time for compute; one link thread that copies at ``link_gb_s`` (GB/s, 10**9 bytes) plus ``latency_us`` a copy.
+
+    The thread lives from ``start`` to ``stop``. For steady figures set ``torch.set_num_threads(1)``, so that compute
+    and link have a core each.
+
+    >>> machine = ThrottledMachine(link_gb_s=0.05); machine.start(None); machine.stop()
+    >>> machine.label
+    'throttled'
+    """
+
+    def __init__(self, link_gb_s: float = 0.05, latency_us: float = 0.0) -> None:
+        if not link_gb_s > 0 or latency_us < 0:
+            raise ValueError(
+                f"A link needs a bandwidth above 0 GB/s and a latency of at least 0 us; got {link_gb_s} GB/s and {latency_us} us; "
+                "give for instance link_gb_s=0.05."
+            )
+        self.link_gb_s, self.latency_us = link_gb_s, latency_us
+        self.label = "throttled"
+        self.trace = TraceWriter(self.label)
+        self.lock = threading.Condition(threading.RLock())
+        self._thread: threading.Thread | None = None
+        self._source: LinkSource | None = None
+        self._failure: BaseException | None = None
+        self._zero = self._segment = time.perf_counter()
+        self._arrived: set[int] = set()
+
+    def start(self, source: LinkSource | None) -> None:
+        """Begin a request: time 0, an empty trace, and a link thread if there is a source."""
+        self.stop()
+        self.trace = TraceWriter(self.label)
+        self._arrived, self._failure, self._source = set(), None, source
+        self._zero = self._segment = time.perf_counter()
+        if source is not None:
+            self._thread = threading.Thread(target=self._run_link, args=(source,), name="specter-link", daemon=True)
+            self._thread.start()
+
+    def now_us(self) -> float:
+        """Wall microseconds since ``start``."""
+        return (time.perf_counter() - self._zero) * 1e6
+
+    def mark(self, kind: str, **fields: Any) -> None:
+        """Record an instant."""
+        now = self.now_us()
+        self.trace.add("control", kind, now, now, **fields)
+
+    def compute(self, lane: str, kind: str, *, step: int, layer: int = -1, expert: int = -1, tokens: int = 0, experts: int = 1, request_id: int = -1) -> None:
+        """Close the running segment: everything since the last one was ``kind``."""
+        now = time.perf_counter()
+        self.trace.add(
+            lane, kind, (self._segment - self._zero) * 1e6, (now - self._zero) * 1e6, step=step, layer=layer, expert=expert,
+            tokens=tokens, request_id=request_id,
+        )  # fmt: skip
+        self._segment = now
+
+    def wait(self, key: ExpertKey, request_id: int, *, step: int) -> None:
+        """Block until ``request_id`` has arrived; what ran before it on the compute timeline counts as planning."""
+        start = time.perf_counter()
+        with self.lock:
+            while request_id not in self._arrived:
+                if self._failure is not None:
+                    raise RuntimeError(f"The link thread failed while {key} was awaited: {self._failure!r}") from self._failure
+                self.lock.wait(timeout=1.0)
+        end = time.perf_counter()
+        zero = self._zero
+        self.trace.add("target", "plan", (self._segment - zero) * 1e6, (start - zero) * 1e6, step=step, layer=key.layer)
+        self.trace.add("target", "stall", (start - zero) * 1e6, (end - zero) * 1e6, step=step, layer=key.layer, expert=key.expert, request_id=request_id)
+        self._segment = end
+
+    def notify(self) -> None:
+        """Wake the link."""
+        with self.lock:
+            self.lock.notify_all()
+
+    def stop(self) -> None:
+        """Let the copy on the link finish and end the thread."""
+        with self.lock:
+            self._source = None
+            self.lock.notify_all()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+
+    def close(self) -> None:
+        """End the thread."""
+        self.stop()
+
+    def _run_link(self, source: LinkSource) -> None:
+        try:
+            free_at = self._zero  # the paced link's own schedule: late wake-ups don't add up
+            while True:
+                with self.lock:
+                    transfer = source.next_transfer() if self._source is source else None
+                    while transfer is None:
+                        if self._source is not source:
+                            return
+                        self.lock.wait()
+                        free_at = max(free_at, time.perf_counter())
+                        transfer = source.next_transfer() if self._source is source else None
+                start = time.perf_counter()
+                if transfer.source is not None and transfer.destination is not None:
+                    transfer.destination.copy_(transfer.source)
+                free_at += self.latency_us * 1e-6 + transfer.bytes / (self.link_gb_s * 1e9)
+                time.sleep(max(0.0, free_at - time.perf_counter()))
+                self._land(source, transfer, start)
+        except BaseException as failure:  # handed to the waiting compute thread, which raises it
+            with self.lock:
+                self._failure = failure
+                self.lock.notify_all()
+
+    def _land(self, source: LinkSource, transfer: Transfer, start: float) -> None:
+        with self.lock:
+            self.trace.add(
+                "link", "transfer", (start - self._zero) * 1e6, self.now_us(), step=transfer.step, position=transfer.position,
+                layer=transfer.key.layer, expert=transfer.key.expert, bytes=transfer.bytes, request_id=transfer.request_id,
+                reason=transfer.reason,
+            )  # fmt: skip
+            self._arrived.add(transfer.request_id)
+            source.arrived(transfer)
+            self.lock.notify_all()

@@ -1,0 +1,106 @@
+"""Who gets which bytes of device memory. Equal memory is the rule of every comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from specter_lab.pieces import ExpertStore
+from specter_lab.records import DeviceBytes
+
+if TYPE_CHECKING:
+    from specter_lab.models import MoE
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Slots for each layer and the device bytes of everything, KV counted for ``context_length`` tokens.
+
+    >>> import specter_lab as sl
+    >>> with sl.load_moe("tiny-moe") as moe: sl.plan_memory(moe, slots=6).slots
+    (6, 6, 6, 6, 6, 6, 6, 6)
+    """
+
+    slots: tuple[int, ...]
+    device: DeviceBytes
+    context_length: int
+    budget: int | None
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes as a number, or as a string like "8GiB", "500MB" (as ``device_map`` budgets are written).
+
+    >>> parse_bytes("2KiB")
+    2048
+    """
+    from accelerate.utils import convert_file_size_to_int
+
+    try:
+        return int(convert_file_size_to_int(size))
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"A memory budget is a number of bytes or a size such as '8GiB' or '500MB'; got {size!r}.") from error
+
+
+def plan_memory(
+    target: MoE,
+    *,
+    bank: ExpertStore | None = None,
+    slots: int | Sequence[int] | None = None,
+    memory: int | str | None = None,
+    context_length: int | None = None,
+) -> MemoryPlan:
+    """Give the target's slots what a budget leaves after non-expert weights, draft bank, buffers and KV.
+
+    ``slots``: so many a layer (one number, or one for each layer), or ``memory``: a total of device bytes; with neither,
+    a quarter of each layer's experts. Slots that a budget leaves over go to the first layers.
+    Raises ``ValueError`` for both at once, and for a budget below one slot a layer, naming the smallest.
+
+    >>> import specter_lab as sl
+    >>> with sl.load_moe("tiny-moe") as moe: sl.plan_memory(moe, memory="12MB").device.total <= 12_000_000
+    True
+    """
+    geometry, store = target.geometry, target.store
+    if slots is not None and memory is not None:
+        raise ValueError(f"A plan follows either slots or memory; got slots={slots!r} and memory={memory!r}. Leave one of them out.")
+    context = min(context_length or 512, geometry.max_positions)
+    sizes = [store.blob_bytes(layer) for layer in range(store.layers)]
+    # stored narrower than computed: one expert at a time is widened at use
+    buffers = max((wide for wide, size in zip(geometry.expert_bytes, sizes, strict=True) if wide > size), default=0)
+    fixed = DeviceBytes(geometry.non_expert_bytes, getattr(bank, "nbytes", 0), 0, buffers, geometry.kv_bytes_per_token * context)
+    budget = None
+    if memory is not None:
+        budget = parse_bytes(memory)
+        counts = _fill(budget - fixed.total, sizes, geometry.experts)
+        if not counts:
+            raise ValueError(
+                f"The smallest legal cache is one slot a layer: {fixed.total + sum(sizes):,} bytes here ({fixed.non_expert:,} non-expert, "
+                f"{fixed.draft:,} draft, {fixed.buffers:,} buffers, {fixed.kv:,} KV for {context} tokens, {sum(sizes):,} slots); "
+                f"the budget is {budget:,}. Raise it, shorten context_length, or use a smaller draft format."
+            )
+    elif isinstance(slots, Sequence):
+        counts = [int(n) for n in slots]
+    else:
+        counts = [min(slots if slots is not None else -(-n // 4), n) for n in geometry.experts]
+    if len(counts) != store.layers or min(counts) < 1:
+        raise ValueError(f"The smallest legal cache is one slot a layer; got {slots!r} for {store.layers} MoE layers. Give 1 or more for each.")
+    counts = [min(n, most) for n, most in zip(counts, geometry.experts, strict=True)]
+    used = sum(n * size for n, size in zip(counts, sizes, strict=True))
+    device = DeviceBytes(fixed.non_expert, fixed.draft, used, fixed.buffers, fixed.kv)
+    return MemoryPlan(tuple(counts), device, context, budget)
+
+
+def _fill(room: int, sizes: Sequence[int], experts: Sequence[int]) -> list[int]:
+    """One slot a layer, round after round, while they fit; empty if the first round doesn't."""
+    if sum(sizes) > room:
+        return []
+    counts = [0] * len(sizes)
+    grew = True
+    while grew:
+        grew = False
+        for layer, size in enumerate(sizes):
+            if size <= room and counts[layer] < experts[layer]:
+                counts[layer] += 1
+                room -= size
+                grew = True
+    return counts

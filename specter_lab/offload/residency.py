@@ -1,0 +1,133 @@
+"""Device slots: which expert sits where, and what state it is in.
+
+A slot is absent -> loading -> resident. It is taken when the copy is submitted, in use while it computes, and never
+evicted while it loads or is in use. Each layer has slots of its own. Callers hold the machine's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from specter_lab.pieces import EvictionPolicy, ExpertStore
+from specter_lab.records import ExpertKey
+
+_POISON = 0xFF  # every float format reads all-ones as NaN, so a stale read can't hide
+
+
+class Residency:
+    """``slots[layer]`` device slots a layer, filled from ``store``'s blobs.
+
+    ``poison`` overwrites a slot with NaN bytes when its expert is forgotten (tests use it).
+
+    >>> import specter_lab as sl
+    >>> with sl.load_moe("tiny-moe") as moe: Residency(moe.store, [4] * 8, LRU()).state(ExpertKey(0, 0))
+    'absent'
+    """
+
+    def __init__(
+        self, store: ExpertStore, slots: Sequence[int], eviction: EvictionPolicy, *, poison: bool = False, device: torch.device | str = "cpu"
+    ) -> None:
+        if len(slots) != store.layers or min(slots) < 1:
+            raise ValueError(
+                f"Each MoE layer needs at least one slot; got {list(slots)} for {store.layers} layers. "
+                f"Give one number of at least 1 a layer."
+            )
+        self.store, self.eviction, self.poison = store, eviction, poison
+        self.slots = tuple(min(n, store.experts(layer)) for layer, n in enumerate(slots))
+        self._pool = [torch.zeros(n, store.blob_bytes(layer), dtype=torch.uint8, device=device) for layer, n in enumerate(self.slots)]
+        self._weights = [[store.weights(layer, blob) for blob in pool] for layer, pool in enumerate(self._pool)]
+        self._free = [list(range(n)) for n in self.slots]
+        self._slot: list[dict[int, int]] = [{} for _ in self.slots]
+        self._loading: set[ExpertKey] = set()
+        self._in_use: set[ExpertKey] = set()
+        self._brought: dict[ExpertKey, int] = {}
+
+    @property
+    def bytes(self) -> int:
+        """Device bytes of all slots."""
+        return sum(pool.numel() for pool in self._pool)
+
+    def state(self, key: ExpertKey) -> str:
+        """"absent", "loading" or "resident"."""
+        if key.expert not in self._slot[key.layer]:
+            return "absent"
+        return "loading" if key in self._loading else "resident"
+
+    def residents(self, layer: int) -> list[int]:
+        """Experts of that layer that can be computed with, in id order."""
+        return sorted(e for e in self._slot[layer] if ExpertKey(layer, e) not in self._loading)
+
+    def request_of(self, key: ExpertKey) -> int:
+        """The request that brought (or is bringing) ``key``; -1 if it came before this request's time."""
+        return self._brought.get(key, -1)
+
+    def place(self, key: ExpertKey, request_id: int, protected: Collection[ExpertKey], *, spare: int = 0) -> tuple[int, ExpertKey | None] | None:
+        """Take a slot for ``key``: a free one, or that of the policy's victim among the unprotected.
+
+        ``spare`` slots must stay neither loading nor in use. Returns (slot, victim or None), or None if there is none now.
+        """
+        layer, taken = key.layer, self._slot[key.layer]
+        if spare:
+            bound = sum(k in self._loading or k in self._in_use for k in (ExpertKey(layer, e) for e in taken))
+            if self.slots[layer] - bound <= spare:
+                return None
+        victim = None
+        if self._free[layer]:
+            slot = self._free[layer].pop(0)
+        else:
+            candidates = [
+                k for k in (ExpertKey(layer, e) for e in sorted(taken)) if k not in self._loading and k not in self._in_use and k not in protected
+            ]
+            if not candidates:
+                return None
+            victim = self.eviction.victim(candidates)
+            slot = self._forget(victim)
+        taken[key.expert] = slot
+        self._loading.add(key)
+        self._brought[key] = request_id
+        return slot, victim
+
+    def destination(self, layer: int, slot: int) -> Tensor:
+        """(blob_bytes,) uint8: where a copy for that slot goes."""
+        return self._pool[layer][slot]
+
+    def arrived(self, key: ExpertKey) -> None:
+        """The copy is done: loading -> resident."""
+        self._loading.remove(key)
+        self.eviction.loaded(key)
+
+    def acquire(self, key: ExpertKey) -> Mapping[str, Tensor]:
+        """Tensors of a resident expert, safe from eviction until ``release``."""
+        assert self.state(key) == "resident", f"{key} is {self.state(key)}: only residents can be used"
+        self._in_use.add(key)
+        return self._weights[key.layer][self._slot[key.layer][key.expert]]
+
+    def release(self, key: ExpertKey) -> None:
+        """The computation with ``key`` is over."""
+        self._in_use.discard(key)
+        self.eviction.used(key)
+
+    def new_request(self) -> None:
+        """Residents stay, but belong to no request of the coming trace."""
+        self._brought.clear()
+
+    def forget_all(self) -> None:
+        """Every slot is free again, whatever state it was in; no copy may be on its way."""
+        self._loading.clear()
+        self._in_use.clear()
+        self._brought.clear()
+        for layer, taken in enumerate(self._slot):
+            for expert in sorted(taken):
+                self._forget(ExpertKey(layer, expert))
+            self._free[layer] = list(range(self.slots[layer]))
+
+    def _forget(self, key: ExpertKey) -> int:
+        slot = self._slot[key.layer].pop(key.expert)
+        self._brought.pop(key, None)
+        self.eviction.forgotten(key)
+        if self.poison:
+            self._pool[key.layer][slot].fill_(_POISON)
+        return slot

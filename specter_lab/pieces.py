@@ -1,0 +1,185 @@
+"""What plugs in: the protocols that a notebook may replace with its own idea.
+
+Each has at least two implementations in this package. A class fits by having the methods; it needn't inherit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from specter_lab.records import DraftToken, ExpertKey, LayerCall, Prediction, Transfer
+
+if TYPE_CHECKING:
+    from specter_lab.observe.trace import TraceWriter
+
+
+class DraftContext(Protocol):
+    """What a drafter may use: the committed tokens, the target's model and cache, and the chooser."""
+
+    @property
+    def ids(self) -> Tensor:
+        """(1, committed tokens) of this request."""
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens after which nothing is worth drafting."""
+
+    def forward(self, token: int, bank: ExpertStore) -> tuple[Tensor, DraftToken]:
+        """Run the shared skeleton on one more token with the experts of ``bank``: next-token logits (vocabulary,)
+        and an unchosen draft token that carries the routing. Its cache entries are scratch: the pipeline crops them."""
+
+    def choose(self, logits: Tensor, prefix: Sequence[int]) -> tuple[int, Tensor | None]:
+        """Pick a token after the committed ids and the drafted ``prefix``, with the request's own processors;
+        also the distribution (vocabulary,) it was drawn from, None when greedy."""
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Proposes tokens, one at a time, so that prefetching starts before drafting ends.
+
+    An implementation may also have ``bank`` (an ``ExpertStore``): its bytes then count as device memory.
+    """
+
+    name: str
+
+    def draft(self, context: DraftContext, length: int) -> Iterator[DraftToken]:
+        """Yield at most ``length`` tokens that continue ``context.ids``."""
+
+    def learn(self, drafted: Sequence[DraftToken], accepted: int) -> None:
+        """Told after each verification how many of its tokens held."""
+
+
+@runtime_checkable
+class Predictor(Protocol):
+    """Says which experts the coming pass needs. Every hook may return nothing."""
+
+    name: str
+
+    def step_begins(self, step: int, position: int, length: int) -> Iterable[Prediction]:
+        """Before drafting: ``position`` is the first row of the coming pass, ``length`` the draft length."""
+
+    def drafted(self, step: int, token: DraftToken, horizon: int) -> Iterable[Prediction]:
+        """After each draft token; ``horizon`` is how many drafts came before it."""
+
+    def layer_called(self, step: int, position: int, call: LayerCall) -> Iterable[Prediction]:
+        """In the target's pass, when a layer's routing is known and its experts are about to run."""
+
+    def learn(self, step: int, predicted: Mapping[ExpertKey, Prediction], needed: Mapping[ExpertKey, int]) -> None:
+        """After the pass: what was predicted for it, and what it needed (key -> rows)."""
+
+
+@runtime_checkable
+class EvictionPolicy(Protocol):
+    """Chooses which resident expert to forget. Never asked about one that is in use or still loading."""
+
+    name: str
+
+    def loaded(self, key: ExpertKey) -> None:
+        """``key`` has taken a slot."""
+
+    def used(self, key: ExpertKey) -> None:
+        """``key`` was just computed with."""
+
+    def forgotten(self, key: ExpertKey) -> None:
+        """``key`` has lost its slot."""
+
+    def victim(self, candidates: Sequence[ExpertKey]) -> ExpertKey:
+        """One of ``candidates`` (not empty, in id order, all of one layer)."""
+
+
+@runtime_checkable
+class DraftLength(Protocol):
+    """How many tokens to draft in the coming step; 0 is a length."""
+
+    def choose(self, step: int, most: int) -> int:
+        """At most ``most``, what the request still may take."""
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        """Told after each verification."""
+
+
+class ExpertStore(Protocol):
+    """Experts as flat blobs: the host's full-precision copy, or a draft's packed one."""
+
+    name: str
+
+    @property
+    def layers(self) -> int:
+        """Number of MoE layers."""
+
+    def experts(self, layer: int) -> int:
+        """Number of experts of that layer."""
+
+    def blob_bytes(self, layer: int) -> int:
+        """Size of one expert's blob."""
+
+    def blob(self, key: ExpertKey) -> Tensor:
+        """(blob_bytes,) uint8, contiguous."""
+
+    def weights(self, layer: int, blob: Tensor) -> Mapping[str, Tensor]:
+        """Named tensors that alias ``blob``: refilling the blob refills them."""
+
+    def own_weights(self, key: ExpertKey) -> Mapping[str, Tensor]:
+        """The same over the store's own blob of ``key``."""
+
+
+class ExpertServer(Protocol):
+    """Hands a layer the experts it needs, inside a loop: what is handed out is valid until the next one."""
+
+    def serve(self, call: LayerCall) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
+        """Each of ``call.needed`` once, in whatever order they are ready."""
+
+
+class LinkSource(Protocol):
+    """Where the link takes its next copy from whenever it is free, so that intents stay in software."""
+
+    def next_transfer(self) -> Transfer | None:
+        """The most urgent copy that has a slot now, or None."""
+
+    def arrived(self, transfer: Transfer) -> None:
+        """That copy is done."""
+
+
+@runtime_checkable
+class Machine(Protocol):
+    """Owns time: the only one that stamps it. One compute timeline, one link.
+
+    The compute timeline is a chain of segments without gaps: ``compute`` closes the running one.
+    """
+
+    label: str
+    trace: TraceWriter
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Held while residency or the request queues change."""
+
+    def start(self, source: LinkSource | None) -> None:
+        """Begin a request at time 0 with an empty trace."""
+
+    def now_us(self) -> float:
+        """Time since ``start``."""
+
+    def mark(self, kind: str, **fields: Any) -> None:
+        """Record an instant; ``fields`` are columns of the trace."""
+
+    def compute(
+        self, lane: str, kind: str, *, step: int, layer: int = -1, expert: int = -1, tokens: int = 0, experts: int = 1, request_id: int = -1
+    ) -> None:
+        """Everything on the compute timeline since the last segment was ``kind``, on ``lane``: ``tokens`` rows over ``experts`` experts."""
+
+    def wait(self, key: ExpertKey, request_id: int, *, step: int) -> None:
+        """Compute stops until that transfer has arrived; recorded as a stall."""
+
+    def notify(self) -> None:
+        """The source may have new work: an idle link looks again."""
+
+    def stop(self) -> None:
+        """End the request: nothing more is taken from the source; a copy on the link finishes. Idempotent."""
+
+    def close(self) -> None:
+        """Release threads and streams. Idempotent."""

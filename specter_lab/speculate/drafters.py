@@ -1,0 +1,77 @@
+"""Drafters: what proposes the tokens of a step, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from specter_lab.pieces import DraftContext, ExpertStore
+from specter_lab.records import DraftToken
+
+
+class SelfDrafter:
+    """The target itself with low-bit experts, all of them on the device.
+
+    Everything but the routed experts is the target's own tensor, shared by reference: the very same model runs with
+    ``bank`` in its experts seam. It reads the target's committed KV prefix and leaves scratch entries behind, which
+    the pipeline crops.
+
+    Source: Specter ("Fast MoE Inference via Quantization-Enabled Multi-Step Speculative Offloading"), draft design.
+
+    >>> import specter_lab as sl
+    >>> with sl.load_moe("tiny-moe") as moe: SelfDrafter(moe.quantize("qint4")).name
+    'self-draft (qint4 group 128)'
+    """
+
+    def __init__(self, bank: ExpertStore) -> None:
+        self.bank = bank
+        self.name = f"self-draft ({bank.name})"
+
+    def draft(self, context: DraftContext, length: int) -> Iterator[DraftToken]:
+        """One forward a token; stops after an end-of-sequence token."""
+        token, prefix = int(context.ids[0, -1]), []
+        for _ in range(length):
+            logits, unchosen = context.forward(token, self.bank)
+            token, probs = context.choose(logits, prefix)
+            prefix.append(token)
+            yield replace(unchosen, token=token, probs=probs)
+            if token in context.end_tokens:
+                return
+
+    def learn(self, drafted: Sequence[DraftToken], accepted: int) -> None:
+        """Nothing to learn."""
+
+
+class PromptLookupDrafter:
+    """Continues the latest earlier occurrence of the last ``ngram`` tokens (then of fewer): no model, no routing.
+
+    Source: Saxena, "Prompt Lookup Decoding" (2023); Yang et al., "Inference with Reference" (arXiv 2304.04487).
+
+    >>> PromptLookupDrafter(ngram=2).continuation([7, 8, 9, 7, 8], most=3)
+    [9, 7, 8]
+    """
+
+    name = "prompt lookup"
+
+    def __init__(self, ngram: int = 3) -> None:
+        if ngram < 1:
+            raise ValueError(f"A lookup matches at least one token; got ngram={ngram}; give 1 or more (3 is usual).")
+        self.ngram = ngram
+
+    def continuation(self, ids: Sequence[int], most: int) -> list[int]:
+        """At most ``most`` tokens that followed the same ending before; empty if it is new."""
+        for size in range(min(self.ngram, len(ids) - 1), 0, -1):
+            ending = list(ids[-size:])
+            for start in range(len(ids) - size - 1, -1, -1):
+                if list(ids[start : start + size]) == ending:
+                    return list(ids[start + size : start + size + most])
+        return []
+
+    def draft(self, context: DraftContext, length: int) -> Iterator[DraftToken]:
+        """At most ``length`` tokens, without probabilities and routing."""
+        ids = context.ids[0].tolist()
+        for i, token in enumerate(self.continuation(ids, length) if length else []):
+            yield DraftToken(token, position=len(ids) - 1 + i)
+
+    def learn(self, drafted: Sequence[DraftToken], accepted: int) -> None:
+        """Nothing to learn."""
