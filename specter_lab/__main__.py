@@ -35,12 +35,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"specter_lab {version('specter-lab')}")
     commands = parser.add_subparsers(required=True, metavar="command")
     demo = commands.add_parser(
-        "demo", formatter_class=argparse.ArgumentDefaultsHelpFormatter, help="four pipelines on the bundled model, compared at equal memory",
-        description="Run four pipelines on the bundled model over the same prompts at the same device memory, check that all give the model's "
-        "own tokens, print the figures, and write a timeline (HTML) and a trace for Perfetto.",
+        "demo", formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        help="four pipelines on the bundled model, compared at equal memory",
+        description="Run four pipelines on the bundled model over the same prompts at the same device memory, check that all give the "
+        "model's own tokens, print the figures, and write a timeline (HTML) and a trace for Perfetto.",
     )  # fmt: skip
     demo.add_argument("--json", action="store_true", help="print one JSON object instead of text and table")
-    demo.add_argument("--machine", default="throttled", choices=("throttled", "simulated"), help="wall clock with a paced link, or a virtual clock")
+    demo.add_argument(
+        "--machine", default="throttled", choices=("throttled", "simulated"), help="wall clock with a paced link, or a virtual clock"
+    )
     demo.add_argument("--link-gb-s", type=float, default=0.05, help="bandwidth of the link in GB/s (10^9 bytes)")
     demo.add_argument("--memory", default="13MB", help="device memory of every system, for instance 13MB or 12MiB")
     demo.add_argument("--per-kind", type=int, default=2, help="prompts of each kind of text")
@@ -86,8 +89,10 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 _COLUMNS = {
-    "TTFT ms": ("ttft_ms", ".0f"), "tokens / step": ("tokens_per_step", ".2f"), "accepted": ("acceptance_rate", ".2f"), "hit": ("hit_rate", ".2f"),
-    "recall": ("recall", ".2f"), "precision": ("precision", ".2f"), "on time": ("on_time", ".2f"), "MB moved": ("moved_mb_per_token", ".2f"),
+    "TTFT ms": ("ttft_ms", ".0f"), "tokens / step": ("tokens_per_step", ".2f"), "accepted": ("acceptance_rate", ".2f"),
+    "hit": ("hit_rate", ".2f"),
+    "recall": ("recall", ".2f"), "precision": ("precision", ".2f"), "on time": ("on_time", ".2f"),
+    "MB moved": ("moved_mb_per_token", ".2f"),
     "MB wasted": ("wasted_mb_per_token", ".2f"), "ms exposed": ("exposed_ms_per_token", ".1f"), "speed-up": ("speedup", ".2f"),
 }  # fmt: skip
 

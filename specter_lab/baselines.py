@@ -1,6 +1,10 @@
 """Every system as a named assembly of the pieces, one screen each.
 
 Each function takes a target and the options of ``Pipeline`` (machine, memory, ...) and returns a pipeline.
+
+>>> import specter_lab as sl
+>>> sorted(sl.baselines.SYSTEMS)
+['lookahead', 'next_layer_gate', 'on_demand', 'speculative_on_demand']
 """
 
 from __future__ import annotations

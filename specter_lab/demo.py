@@ -86,4 +86,6 @@ def run_demo(
     finally:
         torch.set_num_threads(threads)
     shown = comparison.generations["lookahead"][0].trace
-    return DemoResult(comparison, save_html(plot_timeline(shown), folder / "timeline.html"), save_chrome_trace(shown, folder / "trace.json"))
+    return DemoResult(
+        comparison, save_html(plot_timeline(shown), folder / "timeline.html"), save_chrome_trace(shown, folder / "trace.json")
+    )

@@ -28,8 +28,9 @@ class Comparison:
 
     >>> import specter_lab as sl
     >>> moe = sl.load_moe("tiny-moe", dtype="float32")
-    >>> with sl.baselines.on_demand(moe, machine=sl.SimulatedMachine()) as p: sl.compare({"on_demand": p}, ["Once"], max_new_tokens=3).identical_tokens
-    True
+    >>> with sl.baselines.on_demand(moe, machine=sl.SimulatedMachine()) as p:
+    ...     sl.compare({"on_demand": p}, ["Once"], max_new_tokens=3)
+    Comparison(simulated, on_demand)
     """
 
     machine: str
@@ -72,6 +73,11 @@ def compare(
 
     ``references``: for each prompt the new token ids that every pipeline must give (the first pipeline's, if not given).
     ``speedup`` is the fastest of ``rivals``' mean TPOT (of all, if not given) over the row's. ``options`` go to ``generate``.
+
+    >>> import specter_lab as sl
+    >>> with sl.baselines.on_demand(sl.load_moe("tiny-moe"), machine=sl.SimulatedMachine()) as p:
+    ...     sl.compare({"on_demand": p}, ["Once"], max_new_tokens=3).identical_tokens
+    True
     """
     if not pipelines or not prompts:
         raise ValueError(f"A comparison needs pipelines and prompts; got {len(pipelines)} and {len(prompts)}. Give at least one of each.")
@@ -110,7 +116,9 @@ def _row(name: str, runs: Sequence[Generation]) -> dict[str, Any]:
     return {
         "system": name,
         "ttft_ms": float(figures["ttft_ms"].median()),
-        "tpot_ms": {"mean": float(tpot.mean()), "median": float(tpot.median()), "p95": float(tpot.quantile(0.95))} if len(tpot) else dict.fromkeys(("mean", "median", "p95")),
+        "tpot_ms": {"mean": float(tpot.mean()), "median": float(tpot.median()), "p95": float(tpot.quantile(0.95))}
+        if len(tpot)
+        else dict.fromkeys(("mean", "median", "p95")),
         **{column: mean(column) for column in MEANS},
         "device_bytes": runs[0].device.as_dict(),
     }

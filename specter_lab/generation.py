@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import inspect
 import platform
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
 
 from specter_lab.memory import MemoryPlan
 from specter_lab.observe.metrics import summarize
@@ -91,7 +92,9 @@ def encode(target: MoE, plan: MemoryPlan, prompt: str | Sequence[int] | Tensor, 
         ids = torch.as_tensor(prompt)
         ids = ids[None] if ids.dim() == 1 else ids
     if ids.dim() != 2 or ids.shape[0] != 1 or ids.shape[1] == 0:
-        raise ValueError(f"A request is one prompt of at least one token; got shape {tuple(ids.shape)}. Give one non-empty text or id list.")
+        raise ValueError(
+            f"A request is one prompt of at least one token; got shape {tuple(ids.shape)}. Give one non-empty text or id list."
+        )
     if ids.is_floating_point() or int(ids.min()) < 0 or int(ids.max()) >= geometry.vocab_size:
         raise ValueError(
             f"Token ids are whole numbers from 0 to {geometry.vocab_size - 1} here; got {ids.dtype} from {ids.min():g} to {ids.max():g}. "
@@ -111,6 +114,27 @@ def encode(target: MoE, plan: MemoryPlan, prompt: str | Sequence[int] | Tensor, 
     return ids.to(device=target.model.device, dtype=torch.long)
 
 
+def stop_criteria(target: MoE, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What replaces ``stop_strings`` among the options of ``generate``: a criterion of our own.
+
+    A custom decoding method loses the tokenizer that transformers needs to build it (5.24).
+    """
+    config = options.get("generation_config")
+    strings = options.get("stop_strings") or getattr(config, "stop_strings", None)
+    if not strings:
+        return {}
+    if target.tokenizer is None:
+        raise ValueError(
+            f"Stop strings need a tokenizer; {target.name} came without one. Use eos_token_id, or load_moe(..., tokenizer=...)."
+        )
+    criteria = StoppingCriteriaList([*options.get("stopping_criteria", ()), StopStringCriteria(target.tokenizer, strings)])
+    replaced: dict[str, Any] = {"stopping_criteria": criteria, "stop_strings": None}
+    if config is not None:
+        replaced["generation_config"] = copy.deepcopy(config)
+        replaced["generation_config"].stop_strings = None
+    return replaced
+
+
 def _most_tokens(target: MoE, prompt_tokens: int, options: Mapping[str, Any]) -> int:
     config = options.get("generation_config") or target.model.generation_config
     new = options.get("max_new_tokens", None if "max_length" in options else config.max_new_tokens)
@@ -120,7 +144,9 @@ def _most_tokens(target: MoE, prompt_tokens: int, options: Mapping[str, Any]) ->
         return int(prompt_tokens + new)
     length = int(options.get("max_length") or config.max_length or prompt_tokens + 20)
     if length <= prompt_tokens:
-        raise ValueError(f"max_length counts prompt and output; got {length} for {prompt_tokens} prompt tokens. Give max_new_tokens instead.")
+        raise ValueError(
+            f"max_length counts prompt and output; got {length} for {prompt_tokens} prompt tokens. Give max_new_tokens instead."
+        )
     return length
 
 
@@ -133,13 +159,17 @@ def _refuse_options(options: Mapping[str, Any]) -> None:
     for name, allowed in _REFUSED.items():
         value = options.get(name, getattr(config, name, None))
         if value not in (None, allowed):
-            raise ValueError(f"A pipeline decodes one sequence with its own caches and returns a Generation; {name}={value!r} doesn't fit. Leave it out.")
+            raise ValueError(
+                f"A pipeline decodes one sequence with its own caches and returns a Generation; {name}={value!r} doesn't fit. Leave it out."
+            )
 
 
 def refuse_unknown(unknown: Mapping[str, Any], function: Callable[..., Any]) -> None:
     """``TypeError`` that names the nearest known options."""
     if unknown:
-        raise TypeError(_nearest(function.__qualname__.split(".")[0], list(unknown), set(inspect.signature(function).parameters) - {"self", "unknown"}))
+        raise TypeError(
+            _nearest(function.__qualname__.split(".")[0], list(unknown), set(inspect.signature(function).parameters) - {"self", "unknown"})
+        )
 
 
 def _nearest(what: str, names: list[str], known: set[str]) -> str:

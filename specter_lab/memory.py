@@ -83,7 +83,9 @@ def plan_memory(
     else:
         counts = [min(slots if slots is not None else -(-n // 4), n) for n in geometry.experts]
     if len(counts) != store.layers or min(counts) < 1:
-        raise ValueError(f"The smallest legal cache is one slot a layer; got {slots!r} for {store.layers} MoE layers. Give 1 or more for each.")
+        raise ValueError(
+            f"The smallest legal cache is one slot a layer; got {slots!r} for {store.layers} MoE layers. Give 1 or more for each."
+        )
     counts = [min(n, most) for n, most in zip(counts, geometry.experts, strict=True)]
     used = sum(n * size for n, size in zip(counts, sizes, strict=True))
     device = DeviceBytes(fixed.non_expert, fixed.draft, used, fixed.buffers, fixed.kv)

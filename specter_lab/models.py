@@ -6,6 +6,7 @@ probe forward of a single token.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-def bundled_model():
-    return "data/tiny-moe"
+from specter_lab.bundled import bundled_model
 from specter_lab.quantize import Dense, ExpertBank, format_named, narrowest_exact_dtype
 from specter_lab.records import ExpertKey, Geometry
 from specter_lab.seam import ExpertsSeam, experts_modules
@@ -53,13 +53,24 @@ def load_moe(
             f"Give such a folder, a hub id, or {BUNDLED!r} for the bundled model."
         )
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, device_map=device_map, revision=revision, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            device_map=device_map,
+            revision=revision,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
         )
     except SafetensorError as error:
         raise ValueError(
             f"Weights must be whole safetensors files; those of {name!r} can't be read ({error}). Copy or download the checkpoint again."
         ) from error
+    except RuntimeError as error:  # transformers couldn't turn the stored tensors into its own
+        raise ValueError(
+            f"A checkpoint must hold every weight of its model, in its shape; {name!r} doesn't: {error} Copy or download it again."
+        ) from error
+    model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing or info["mismatched_keys"]:
         raise ValueError(
@@ -113,18 +124,17 @@ class MoE:
 
     def attach(self) -> MoE:
         """Move the experts out of the model; ``RuntimeError`` if they are out already."""
-        dtype = narrowest_exact_dtype(self) if not self.seam.attached else self.dtype
+        self.seam.refuse_second()
+        dtype = narrowest_exact_dtype(self)
 
         def take(layer: int) -> None:
             self._parts.append(ExpertBank.pack(_OneLayer(self, layer), Dense(dtype)))
 
-        was_attached = self.seam.attached
         try:
             self.seam.attach(take)
-            self._store = ExpertBank(Dense(dtype), [layer for part in self._parts for layer in part._layers])
-        except BaseException:
-            if not was_attached:
-                self._put_back()
+            self._store = ExpertBank.join(self._parts)
+        except BaseException:  # also an interrupt: never a model with half of its experts
+            self._put_back()
             raise
         return self
 
@@ -160,7 +170,9 @@ class MoE:
     def own_generate(self, ids: Tensor, **options: Any) -> Tensor:
         """The model's own ``generate`` with eager experts on (1, tokens) ids: the reference for losslessness."""
         if self.seam.attached:
-            raise RuntimeError(f"The model's own generate needs its experts in place; {self!r} is attached. Close its pipelines or detach() first.")
+            raise RuntimeError(
+                f"The model's own generate needs its experts in place; {self!r} is attached. Close its pipelines or detach() first."
+            )
         before = self.model.config._experts_implementation
         self.model.set_experts_implementation("eager")
         try:
@@ -199,8 +211,8 @@ class MoE:
         g = self.geometry
         experts = sorted(set(g.experts))
         return (
-            f"MoE({self.name}: {g.model_type}, {g.layers} MoE layers, {'/'.join(map(str, experts))} experts, {g.experts_per_token} a token, "
-            f"{str(self.dtype).removeprefix('torch.')})"
+            f"MoE({self.name}: {g.model_type}, {g.layers} MoE layers, {'/'.join(map(str, experts))} experts, "
+            f"{g.experts_per_token} a token, {str(self.dtype).removeprefix('torch.')})"
         )
 
 
@@ -247,7 +259,7 @@ def _router(model: nn.Module, experts_path: str) -> nn.Module:
     return found[0]
 
 
-def _bytes(tensors: Any) -> int:
+def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum({id(t): t.numel() * t.element_size() for t in tensors}.values())
 
 
@@ -255,7 +267,7 @@ def _geometry(model: Any, seam: ExpertsSeam) -> Geometry:
     paths = list(experts_modules(model))
     picked: list[int] = []
     hooks = [m.register_forward_pre_hook(lambda _m, args: picked.append(args[1].shape[-1])) for m in seam.modules]
-    cache = DynamicCache(config=model.config)
+    cache: Any = DynamicCache(config=model.config)
     try:
         with torch.no_grad():
             model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), cache=cache, use_cache=True)

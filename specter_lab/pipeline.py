@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from specter_lab.generation import Generation, conditions_of, encode, refuse_unknown
+from specter_lab.generation import Generation, conditions_of, encode, refuse_unknown, stop_criteria
+from specter_lab.machines.throttled import ThrottledMachine
 from specter_lab.memory import MemoryPlan, plan_memory
 from specter_lab.models import MoE, load_moe
 from specter_lab.offload.eviction import LRU
@@ -19,7 +20,6 @@ from specter_lab.offload.residency import Residency
 from specter_lab.offload.server import OffloadServer, ResidentServer
 from specter_lab.pieces import Drafter, DraftLength, EvictionPolicy, ExpertStore, Machine, Predictor
 from specter_lab.records import DraftToken, ExpertKey, LayerCall, Prediction, Routing, Verification
-from specter_lab.machines.throttled import ThrottledMachine
 from specter_lab.routing.predictors import DraftLookahead, NoPrediction
 from specter_lab.speculate.choice import Chooser
 from specter_lab.speculate.draft_length import FixedLength
@@ -94,14 +94,17 @@ class Pipeline:
         self._refuse_closed()
         ids = encode(self.target, self.plan, prompt, options)
         generator = None if seed is None else torch.Generator(device=ids.device).manual_seed(seed)
-        request = _Request(self, generator)
+        request = _Request(self, generator, streamer)
+        stops = stop_criteria(self.target, options)
         if not self.warm:
             self.reset()
         self.residency.new_request()
         self.prefetcher.reset()
         self.machine.start(self.prefetcher)
         try:
-            out = self.target.model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=request.decode, streamer=streamer, **options)
+            out = self.target.model.generate(
+                ids, attention_mask=torch.ones_like(ids), custom_generate=request.decode, streamer=streamer, **{**options, **stops}
+            )
             self.machine.stop()
         except BaseException:  # also an interrupt: whatever state the pieces were in, the next request starts clean
             self.machine.stop()
@@ -113,6 +116,7 @@ class Pipeline:
 
     def reset(self) -> None:
         """Empty every slot: the next request starts cold."""
+        self._refuse_closed()
         self.prefetcher.reset()
         self.residency.forget_all()
 
@@ -136,15 +140,16 @@ class Pipeline:
         self.close()
 
     def __repr__(self) -> str:
-        drafter = getattr(self.drafter, "name", "no draft")
-        return f"Pipeline({self.target.name}, {drafter}, {self.predictor.name}, {self.machine.label}, slots {min(self.plan.slots)}-{max(self.plan.slots)})"
+        drafter = "closed" if self.closed else getattr(self.drafter, "name", "no draft")
+        slots = f"slots {min(self.plan.slots)}-{max(self.plan.slots)}"
+        return f"Pipeline({self.target.name}, {drafter}, {self.predictor.name}, {self.machine.label}, {slots})"
 
 
 class _Request:
     """One request's state, and the draft context that its drafter sees."""
 
-    def __init__(self, pipeline: Pipeline, generator: torch.Generator | None) -> None:
-        self.pipeline, self.generator = pipeline, generator
+    def __init__(self, pipeline: Pipeline, generator: torch.Generator | None, streamer: Any) -> None:
+        self.pipeline, self.generator, self.streamer = pipeline, generator, streamer
         self.machine, self.prefetcher, self.seam = pipeline.machine, pipeline.prefetcher, pipeline.target.seam
         self.step = 0
         self.predicted: dict[ExpertKey, Prediction] = {}
@@ -157,11 +162,10 @@ class _Request:
         logits_processor: Any,
         stopping_criteria: Any,
         generation_config: Any,
-        streamer: Any = None,
         **inputs: Any,
     ) -> Tensor:
         """The decoding method that ``model.generate`` calls with everything prepared; returns (1, tokens) ids."""
-        self.model, self.ids, self.streamer, self.stopping = model, input_ids, streamer, stopping_criteria
+        self.model, self.ids, self.stopping = model, input_ids, stopping_criteria
         self.chooser = Chooser(logits_processor, do_sample=generation_config.do_sample, generator=self.generator)
         eos = generation_config.eos_token_id
         self.end_tokens = frozenset([eos] if isinstance(eos, int) else eos or [])
@@ -174,11 +178,13 @@ class _Request:
             self.step += 1
             left = generation_config.max_length - self.ids.shape[1]
             drafted = self._draft(self.pipeline.draft_length.choose(self.step, left - 1))
-            window = torch.cat([self.ids[:, -1:], self.ids.new_tensor([[d.token for d in drafted]])], dim=1) if drafted else self.ids[:, -1:]
+            window = (
+                torch.cat([self.ids[:, -1:], self.ids.new_tensor([[d.token for d in drafted]])], dim=1) if drafted else self.ids[:, -1:]
+            )
             logits = self._target_pass(window, rows=window.shape[1])
             finished = self._commit(drafted, self._verify(drafted, logits))
-        if streamer is not None:
-            streamer.end()
+        if self.streamer is not None:
+            self.streamer.end()
         return self.ids
 
     def forward(self, token: int, bank: ExpertStore) -> tuple[Tensor, DraftToken]:
@@ -188,7 +194,9 @@ class _Request:
             out = self.model(input_ids=self.ids.new_tensor([[token]]), cache=self.cache, use_cache=True)
         self.scratch += 1
         self.machine.compute("draft", "head", step=self.step, tokens=1)
-        return out.logits[0, -1], DraftToken(-1, position, routing=Routing(position, tuple(c.experts for c in calls), tuple(c.weights for c in calls)))
+        return out.logits[0, -1], DraftToken(
+            -1, position, routing=Routing(position, tuple(c.experts for c in calls), tuple(c.weights for c in calls))
+        )
 
     def choose(self, logits: Tensor, prefix: Sequence[int]) -> tuple[int, Tensor | None]:
         """DraftContext: the request's own choice after the drafted ``prefix``."""
@@ -252,7 +260,9 @@ class _Request:
         with self.machine.lock:
             self.prefetcher.cancel(self.step, "decided")
         self.machine.compute("target", "plan", step=self.step)
-        self.machine.mark("commit", step=self.step, position=self.ids.shape[1] - 1, tokens=kept, value=accepted, outcome="step" if self.step else "first")
+        self.machine.mark(
+            "commit", step=self.step, position=self.ids.shape[1] - 1, tokens=kept, value=accepted, outcome="step" if self.step else "first"
+        )
         return finished
 
     def _want(self, predictions: Iterable[Prediction]) -> None:

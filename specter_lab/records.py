@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 
@@ -63,6 +62,7 @@ class Routing:
     ``experts[layer]`` and ``weights[layer]`` have shape (positions, experts_per_token); ``position`` is the
     place in the sequence of their first row.
 
+    >>> import torch
     >>> Routing(0, (torch.tensor([[3, 1]]),), (torch.tensor([[0.7, 0.3]]),)).positions
     1
     """
@@ -142,6 +142,7 @@ class LayerCall:
     the input of router and experts (None in a replay). ``needed``: the distinct experts in id order, and ``rows``
     how many positions use each of them.
 
+    >>> import torch
     >>> LayerCall(0, torch.tensor([[2, 5]]), torch.ones(1, 2), None, needed=(2, 5), rows=(1, 1)).needed
     (2, 5)
     """

@@ -102,17 +102,21 @@ class ExpertsSeam:
         """One expert's own slices of the module's stacked parameters (views, while not attached)."""
         return {name: p.data[key.expert] for name, p in self.modules[key.layer]._parameters.items()}
 
+    def refuse_second(self) -> None:
+        """``RuntimeError`` if this model's experts are out already, whoever took them."""
+        if any(hasattr(m, "_specter_place") for m in self.modules):
+            raise RuntimeError(
+                "A model can be attached once: its experts have left it already. "
+                "Use the MoE object that holds them, or call its detach() first."
+            )
+
     def attach(self, take_layer: Callable[[int], None]) -> None:
         """Empty each layer after ``take_layer(layer)`` has copied its experts, then dispatch to this seam.
 
         Parameters turn into ``meta`` ones, so that nothing but a server can serve them. If ``take_layer`` raises,
         the model is left to ``detach``, which the caller must run with what was taken.
         """
-        if self.attached or any(hasattr(m, "_specter_place") for m in self.modules):
-            raise RuntimeError(
-                "A model can be attached once: its experts have left it already. "
-                "Use the MoE object that holds them, or call its detach() first."
-            )
+        self.refuse_second()
         self.attached = True
         for layer, module in enumerate(self.modules):
             take_layer(layer)
@@ -140,7 +144,8 @@ class ExpertsSeam:
     @contextmanager
     def serving(self, server: ExpertServer) -> Iterator[list[LayerCall]]:
         """While inside, ``server`` hands out the experts; yields the list that the layer calls are collected in."""
-        before, calls = (self._server, self._calls), []
+        before = (self._server, self._calls)
+        calls: list[LayerCall] = []
         self._server, self._calls = server, calls
         try:
             yield calls

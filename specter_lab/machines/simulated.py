@@ -97,7 +97,9 @@ class SimulatedMachine:
         """Record an instant."""
         self.trace.add("control", kind, self._now, self._now, **fields)
 
-    def compute(self, lane: str, kind: str, *, step: int, layer: int = -1, expert: int = -1, tokens: int = 0, experts: int = 1, request_id: int = -1) -> None:
+    def compute(
+        self, lane: str, kind: str, *, step: int, layer: int = -1, expert: int = -1, tokens: int = 0, experts: int = 1, request_id: int = -1
+    ) -> None:
         """Charge one segment; copies that end within it land at their own times."""
         costs = self.costs.draft if lane == "draft" else self.costs.target
         duration = costs.of(kind, tokens, experts)

@@ -39,13 +39,13 @@ class ThrottledMachine:
         self._source: LinkSource | None = None
         self._failure: BaseException | None = None
         self._zero = self._segment = time.perf_counter()
-        self._arrived: set[int] = set()
+        self._arrived: dict[int, float] = {}
 
     def start(self, source: LinkSource | None) -> None:
         """Begin a request: time 0, an empty trace, and a link thread if there is a source."""
         self.stop()
         self.trace = TraceWriter(self.label)
-        self._arrived, self._failure, self._source = set(), None, source
+        self._arrived, self._failure, self._source = {}, None, source
         self._zero = self._segment = time.perf_counter()
         if source is not None:
             self._thread = threading.Thread(target=self._run_link, args=(source,), name="specter-link", daemon=True)
@@ -60,13 +60,16 @@ class ThrottledMachine:
         now = self.now_us()
         self.trace.add("control", kind, now, now, **fields)
 
-    def compute(self, lane: str, kind: str, *, step: int, layer: int = -1, expert: int = -1, tokens: int = 0, experts: int = 1, request_id: int = -1) -> None:
-        """Close the running segment: everything since the last one was ``kind``."""
+    def compute(
+        self, lane: str, kind: str, *, step: int, layer: int = -1, expert: int = -1, tokens: int = 0, experts: int = 1, request_id: int = -1
+    ) -> None:
+        """Close the running segment: everything since the last one was ``kind``; up to the arrival of its expert, planning."""
         now = time.perf_counter()
-        self.trace.add(
-            lane, kind, (self._segment - self._zero) * 1e6, (now - self._zero) * 1e6, step=step, layer=layer, expert=expert,
-            tokens=tokens, request_id=request_id,
-        )  # fmt: skip
+        arrived = self._arrived.get(request_id, self._segment)
+        if arrived > self._segment:
+            self._add("target", "plan", self._segment, arrived, step=step, layer=layer)
+            self._segment = arrived
+        self._add(lane, kind, self._segment, now, step=step, layer=layer, expert=expert, tokens=tokens, request_id=request_id)
         self._segment = now
 
     def wait(self, key: ExpertKey, request_id: int, *, step: int) -> None:
@@ -78,9 +81,8 @@ class ThrottledMachine:
                     raise RuntimeError(f"The link thread failed while {key} was awaited: {self._failure!r}") from self._failure
                 self.lock.wait(timeout=1.0)
         end = time.perf_counter()
-        zero = self._zero
-        self.trace.add("target", "plan", (self._segment - zero) * 1e6, (start - zero) * 1e6, step=step, layer=key.layer)
-        self.trace.add("target", "stall", (start - zero) * 1e6, (end - zero) * 1e6, step=step, layer=key.layer, expert=key.expert, request_id=request_id)
+        self._add("target", "plan", self._segment, start, step=step, layer=key.layer)
+        self._add("target", "stall", start, end, step=step, layer=key.layer, expert=key.expert, request_id=request_id)
         self._segment = end
 
     def notify(self) -> None:
@@ -101,9 +103,12 @@ class ThrottledMachine:
         """End the thread."""
         self.stop()
 
+    def _add(self, lane: str, kind: str, start: float, end: float, **fields: Any) -> None:
+        self.trace.add(lane, kind, (start - self._zero) * 1e6, (end - self._zero) * 1e6, **fields)
+
     def _run_link(self, source: LinkSource) -> None:
         try:
-            free_at = self._zero  # the paced link's own schedule: late wake-ups don't add up
+            free_at = time.perf_counter()  # the paced link's own schedule: late wake-ups don't add up
             while True:
                 with self.lock:
                     transfer = source.next_transfer() if self._source is source else None
@@ -126,11 +131,11 @@ class ThrottledMachine:
 
     def _land(self, source: LinkSource, transfer: Transfer, start: float) -> None:
         with self.lock:
-            self.trace.add(
-                "link", "transfer", (start - self._zero) * 1e6, self.now_us(), step=transfer.step, position=transfer.position,
-                layer=transfer.key.layer, expert=transfer.key.expert, bytes=transfer.bytes, request_id=transfer.request_id,
-                reason=transfer.reason,
+            end = time.perf_counter()
+            self._add(
+                "link", "transfer", start, end, step=transfer.step, position=transfer.position, layer=transfer.key.layer,
+                expert=transfer.key.expert, bytes=transfer.bytes, request_id=transfer.request_id, reason=transfer.reason,
             )  # fmt: skip
-            self._arrived.add(transfer.request_id)
+            self._arrived[transfer.request_id] = end
             source.arrived(transfer)
             self.lock.notify_all()

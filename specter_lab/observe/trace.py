@@ -9,9 +9,9 @@
 | `position` | place in the sequence of the token it was for, -1 where it has none |
 | `layer`, `expert` | MoE layer and expert, -1 where they have none |
 | `tokens` | rows computed (compute), rows that use the expert (`need`), horizon (`predict`), tokens committed (`commit`) |
-| `bytes` | bytes moved (`transfer`), else 0 |
+| `bytes` | bytes moved (`transfer`) or given up (`evict`), else 0 |
 | `request_id` | ties `predict`, `transfer`, `stall`, `need`, `expert` of one copy together; -1 = no copy involved |
-| `reason` | `transfer`, `evict`: `demand` or `prefetch` · `predict`: the expert's state then (`absent`, `loading`, `resident`) · `cancel`: why |
+| `reason` | `transfer`, `evict`: `demand`, `prefetch` · `predict`: its state then (`absent`, `loading`, `resident`) · `cancel`: why |
 | `outcome` | `need`: `hit`, `late`, `miss` · `transfer`: `used`, `wasted` · `predict`: `correct`, `wrong` · `commit`: `first` or `step` |
 | `value` | probability (`predict`), accepted drafts (`commit`), drafted tokens (`draft_length`) |
 

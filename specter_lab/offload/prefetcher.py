@@ -49,6 +49,11 @@ class Prefetcher:
         self._flying: dict[ExpertKey, int] = {}
         self._next_id = 0
 
+    @property
+    def waiting(self) -> bool:
+        """Whether anything may be worth a look from an idle link."""
+        return bool(self._demands) or any(self._intents)
+
     def want(self, predictions: Iterable[Prediction]) -> None:
         """Add predictions; an expert already resident, loading or wanted is only wanted more (and kept from prefetches)."""
         for p in predictions:
@@ -99,7 +104,13 @@ class Prefetcher:
             self._intents[layer].pop(expert, None)
             if intent.request_id is not None:
                 self.machine.mark(
-                    "cancel", step=intent.step, position=intent.position, layer=layer, expert=expert, request_id=intent.request_id, reason=reason
+                    "cancel",
+                    step=intent.step,
+                    position=intent.position,
+                    layer=layer,
+                    expert=expert,
+                    request_id=intent.request_id,
+                    reason=reason,
                 )
 
     def ready(self, pending: Iterable[ExpertKey]) -> ExpertKey | None:

@@ -23,12 +23,18 @@ class Residency:
     ``poison`` overwrites a slot with NaN bytes when its expert is forgotten (tests use it).
 
     >>> import specter_lab as sl
-    >>> with sl.load_moe("tiny-moe") as moe: Residency(moe.store, [4] * 8, LRU()).state(ExpertKey(0, 0))
+    >>> with sl.load_moe("tiny-moe") as moe: Residency(moe.store, [4] * 8, sl.LRU()).state(ExpertKey(0, 0))
     'absent'
     """
 
     def __init__(
-        self, store: ExpertStore, slots: Sequence[int], eviction: EvictionPolicy, *, poison: bool = False, device: torch.device | str = "cpu"
+        self,
+        store: ExpertStore,
+        slots: Sequence[int],
+        eviction: EvictionPolicy,
+        *,
+        poison: bool = False,
+        device: torch.device | str = "cpu",
     ) -> None:
         if len(slots) != store.layers or min(slots) < 1:
             raise ValueError(
@@ -51,7 +57,7 @@ class Residency:
         return sum(pool.numel() for pool in self._pool)
 
     def state(self, key: ExpertKey) -> str:
-        """"absent", "loading" or "resident"."""
+        """ "absent", "loading" or "resident"."""
         if key.expert not in self._slot[key.layer]:
             return "absent"
         return "loading" if key in self._loading else "resident"
@@ -64,7 +70,9 @@ class Residency:
         """The request that brought (or is bringing) ``key``; -1 if it came before this request's time."""
         return self._brought.get(key, -1)
 
-    def place(self, key: ExpertKey, request_id: int, protected: Collection[ExpertKey], *, spare: int = 0) -> tuple[int, ExpertKey | None] | None:
+    def place(
+        self, key: ExpertKey, request_id: int, protected: Collection[ExpertKey], *, spare: int = 0
+    ) -> tuple[int, ExpertKey | None] | None:
         """Take a slot for ``key``: a free one, or that of the policy's victim among the unprotected.
 
         ``spare`` slots must stay neither loading nor in use. Returns (slot, victim or None), or None if there is none now.
@@ -79,7 +87,9 @@ class Residency:
             slot = self._free[layer].pop(0)
         else:
             candidates = [
-                k for k in (ExpertKey(layer, e) for e in sorted(taken)) if k not in self._loading and k not in self._in_use and k not in protected
+                k
+                for k in (ExpertKey(layer, e) for e in sorted(taken))
+                if k not in self._loading and k not in self._in_use and k not in protected
             ]
             if not candidates:
                 return None

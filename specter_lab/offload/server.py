@@ -49,7 +49,8 @@ class OffloadServer:
         machine.compute("target", "attention", step=self.step, layer=call.layer, tokens=call.experts.shape[0])
         with machine.lock:
             prefetcher.open(self.step, self.position, call)
-            machine.notify()
+            if prefetcher.waiting:
+                machine.notify()
         predictions = list(self.predict(call))
         if predictions:
             with machine.lock:
@@ -73,4 +74,5 @@ class OffloadServer:
             machine.compute("target", "expert", step=self.step, layer=key.layer, expert=key.expert, tokens=rows, request_id=request_id)
             with machine.lock:
                 prefetcher.done(key)
-                machine.notify()
+                if prefetcher.waiting:  # waking the link for nothing costs the compute thread
+                    machine.notify()

@@ -57,7 +57,9 @@ class DraftLookahead(NoPrediction):
 
     def __init__(self, prior: float = 0.9, prior_weight: float = 8.0) -> None:
         if not 0 < prior <= 1 or prior_weight <= 0:
-            raise ValueError(f"A prior is a probability with a positive weight; got {prior} with weight {prior_weight}; 0.9 and 8.0 are usual.")
+            raise ValueError(
+                f"A prior is a probability with a positive weight; got {prior} with weight {prior_weight}; 0.9 and 8.0 are usual."
+            )
         self.prior, self.prior_weight = prior, prior_weight
         self._tried: dict[int, int] = defaultdict(int)
         self._came_true: dict[int, int] = defaultdict(int)
@@ -90,7 +92,9 @@ class DraftLookahead(NoPrediction):
 class Routers(Protocol):
     """What the next-layer gate needs of a model."""
 
-    layers: int
+    @property
+    def layers(self) -> int:
+        """Number of MoE layers."""
 
     def route(self, layer: int, hidden: Tensor) -> Tensor:
         """(positions, hidden_size) -> (positions, experts_per_token): that layer's own router on these states."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ class Chooser:
             return scores[0]
         if prefix:
             ids = torch.cat([ids, ids.new_tensor([list(prefix)])], dim=-1)
-        return self.processors(ids, scores)[0]
+        return self.processors(cast(torch.LongTensor, ids), cast(torch.FloatTensor, scores))[0]
 
     def probs(self, ids: Tensor, prefix: Sequence[int], logits: Tensor) -> Tensor:
         """(vocabulary,) the distribution that a sampled token is drawn from."""

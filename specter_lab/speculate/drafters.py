@@ -29,7 +29,8 @@ class SelfDrafter:
 
     def draft(self, context: DraftContext, length: int) -> Iterator[DraftToken]:
         """One forward a token; stops after an end-of-sequence token."""
-        token, prefix = int(context.ids[0, -1]), []
+        token = int(context.ids[0, -1])
+        prefix: list[int] = []
         for _ in range(length):
             logits, unchosen = context.forward(token, self.bank)
             token, probs = context.choose(logits, prefix)

@@ -1,0 +1,107 @@
+"""Offloaded speculative decoding of mixture-of-experts models, in pieces that a notebook can replace.
+
+Target and data: ``load_moe``, ``load_prompts``. Pieces: drafters, predictors, eviction policies, draft lengths,
+machines. Assembled: ``Pipeline`` and ``baselines``. Looked at: ``compare``, ``plot_timeline``, ``prediction_scores``.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from specter_lab import baselines
+from specter_lab.bundled import Prompt, bundled_model, data_folder, load_prompts
+from specter_lab.doctor import DoctorReport, doctor
+from specter_lab.experiments import Comparison, compare
+from specter_lab.generation import Generation
+from specter_lab.machines.simulated import CostTable, LaneCosts, SimulatedMachine
+from specter_lab.machines.throttled import ThrottledMachine
+from specter_lab.memory import MemoryPlan, plan_memory
+from specter_lab.models import MoE, load_moe
+from specter_lab.observe.export import save_chrome_trace, to_chrome_trace
+from specter_lab.observe.metrics import prediction_scores, summarize
+from specter_lab.observe.trace import Trace
+from specter_lab.offload.eviction import LFU, LRU
+from specter_lab.pipeline import Pipeline
+from specter_lab.plots.html import save_html
+from specter_lab.plots.style import describe_colours
+from specter_lab.plots.timeline import plot_timeline
+from specter_lab.quantize import Dense, ExpertBank, Quanto, format_named
+from specter_lab.records import (
+    Conditions,
+    DeviceBytes,
+    DraftToken,
+    ExpertKey,
+    Geometry,
+    LayerCall,
+    Prediction,
+    Routing,
+    Transfer,
+    Verification,
+)
+from specter_lab.routing.log import RoutingLog
+from specter_lab.routing.predictors import DraftLookahead, NextLayerGate, NoPrediction, Oracle
+from specter_lab.routing.recorder import RouterRecorder
+from specter_lab.speculate.draft_length import FixedLength, HeuristicLength
+from specter_lab.speculate.drafters import PromptLookupDrafter, SelfDrafter
+from specter_lab.speculate.verification import verify_greedy, verify_sampled
+
+try:
+    __version__ = version("specter-lab")
+except PackageNotFoundError:  # a checkout that was put on the path without being installed
+    __version__ = "0+uninstalled"
+
+__all__ = [
+    "LFU",
+    "LRU",
+    "Comparison",
+    "Conditions",
+    "CostTable",
+    "Dense",
+    "DeviceBytes",
+    "DoctorReport",
+    "DraftLookahead",
+    "DraftToken",
+    "ExpertBank",
+    "ExpertKey",
+    "FixedLength",
+    "Generation",
+    "Geometry",
+    "HeuristicLength",
+    "LaneCosts",
+    "LayerCall",
+    "MemoryPlan",
+    "MoE",
+    "NextLayerGate",
+    "NoPrediction",
+    "Oracle",
+    "Pipeline",
+    "Prediction",
+    "Prompt",
+    "PromptLookupDrafter",
+    "Quanto",
+    "RouterRecorder",
+    "Routing",
+    "RoutingLog",
+    "SelfDrafter",
+    "SimulatedMachine",
+    "ThrottledMachine",
+    "Trace",
+    "Transfer",
+    "Verification",
+    "baselines",
+    "bundled_model",
+    "compare",
+    "data_folder",
+    "describe_colours",
+    "doctor",
+    "format_named",
+    "load_moe",
+    "load_prompts",
+    "plan_memory",
+    "plot_timeline",
+    "prediction_scores",
+    "save_chrome_trace",
+    "save_html",
+    "summarize",
+    "to_chrome_trace",
+    "verify_greedy",
+    "verify_sampled",
+]

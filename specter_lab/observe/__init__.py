@@ -1,0 +1,1 @@
+"""What a run leaves behind: the trace, the metrics computed from it, and its export."""

@@ -1,0 +1,1 @@
+"""Figures made from a trace alone: functions that return a figure and never show it."""

@@ -1,0 +1,1 @@
+"""Which experts the routers pick: recording it, predicting it, generating it."""
