@@ -1,29 +1,43 @@
-"""Every system as a named assembly of the pieces, one screen each.
+"""Every system of the literature as a named assembly of the pieces.
 
-Each function takes a target and the options of ``Pipeline`` (machine, memory, ...) and returns a pipeline.
+Each function takes a target (a ``MoE``, or a ``ReplayTarget`` for a replay) and the options of ``Pipeline`` (machine,
+memory, ...) and returns a pipeline. Where a system differs from its original, the docstring says how and why. All of
+them forget an evicted expert instead of copying it back, and compute the target's experts in full precision.
 
 >>> import specter_lab as sl
->>> sorted(sl.baselines.SYSTEMS)
-['lookahead', 'next_layer_gate', 'on_demand', 'speculative_on_demand']
+>>> sl.baselines.named("specter").__name__
+'specter'
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from specter_lab.models import MoE
+from specter_lab.offload.eviction import LFU, LookaheadLRU
+from specter_lab.offload.misses import SplitByFinish
 from specter_lab.pieces import ExpertStore
 from specter_lab.pipeline import Pipeline
-from specter_lab.routing.predictors import DraftLookahead, NextLayerGate
+from specter_lab.replay import ReplayTarget
+from specter_lab.routing.activation import ActivationAware, RecordedRequest
+from specter_lab.routing.chunked import ChunkedLookahead, Schedule
+from specter_lab.routing.predictors import CutoffLookahead, DraftLookahead, NextLayerGate
 from specter_lab.speculate.drafters import SelfDrafter
+from specter_lab.speculate.governor import Governor
+
+Target = MoE | ReplayTarget
 
 
-def on_demand(target: MoE, **options: Any) -> Pipeline:
+def _self_draft(target: Target, bank: ExpertStore | None) -> SelfDrafter:
+    return SelfDrafter(bank or target.quantize("qint4"))
+
+
+def on_demand(target: Target, **options: Any) -> Pipeline:
     """LRU slots in each layer; an expert is fetched when the router asks; no draft.
 
-    Source: mixtral-offloading (arXiv 2312.17238), without its speculative loading. Unlike it, an evicted expert is
-    forgotten instead of copied back, and experts stay in full precision.
+    Source: mixtral-offloading (arXiv 2312.17238), without its speculative loading and its quantization.
 
     >>> import specter_lab as sl
     >>> with sl.baselines.on_demand(sl.load_moe("tiny-moe")) as pipeline: pipeline.predictor.name
@@ -32,7 +46,7 @@ def on_demand(target: MoE, **options: Any) -> Pipeline:
     return Pipeline(target, **options)
 
 
-def next_layer_gate(target: MoE, **options: Any) -> Pipeline:
+def next_layer_gate(target: Target, **options: Any) -> Pipeline:
     """``on_demand``, and the next layer's router on this layer's input says what to prefetch.
 
     Source: mixtral-offloading (arXiv 2312.17238), section 3.2; AdapMoE (arXiv 2408.10284).
@@ -44,17 +58,44 @@ def next_layer_gate(target: MoE, **options: Any) -> Pipeline:
     return Pipeline(target, predictor=NextLayerGate(target), **options)
 
 
-def speculative_on_demand(target: MoE, *, bank: ExpertStore | None = None, **options: Any) -> Pipeline:
+def activation_aware(target: Target, *, library: Sequence[RecordedRequest], **options: Any) -> Pipeline:
+    """``on_demand`` with prefetches from the recorded request (of ``library``) that this one resembles.
+
+    Source: MoE-Infinity (arXiv 2401.14361). Differs: LRU instead of its activation-aware cache, to isolate the prefetch.
+
+    >>> import specter_lab as sl, torch
+    >>> from types import SimpleNamespace
+    >>> earlier = SimpleNamespace(experts=torch.zeros(5, 8, 4, dtype=torch.long))
+    >>> with sl.baselines.activation_aware(sl.load_moe("tiny-moe"), library=[earlier]) as pipeline: pipeline.predictor.name
+    'activation matching'
+    """
+    return Pipeline(target, predictor=ActivationAware(library, max(target.geometry.experts)), **options)
+
+
+def fiddler(target: Target, **options: Any) -> Pipeline:
+    """The most used experts stay in the slots; a layer's misses are split between link and host so that the later ends first.
+
+    Source: Fiddler (arXiv 2402.07033). Differs: its rule weighs each expert alone, here the later of the two lanes is
+    minimised for the layer; popularity is counted while running (LFU) instead of profiled offline.
+
+    >>> import specter_lab as sl
+    >>> with sl.baselines.fiddler(sl.load_moe("tiny-moe")) as pipeline: pipeline.assembly.split.name
+    'split by finish'
+    """
+    return Pipeline(target, eviction=LFU(), split=SplitByFinish(), **options)
+
+
+def speculative_on_demand(target: Target, *, bank: ExpertStore | None = None, **options: Any) -> Pipeline:
     """A quantized self-draft whose routing is ignored: what speculation alone gives. ``bank``: qint4 if not given.
 
     >>> import specter_lab as sl
     >>> with sl.baselines.speculative_on_demand(sl.load_moe("tiny-moe")) as pipeline: pipeline.drafter.name
     'self-draft (qint4 group 128)'
     """
-    return Pipeline(target, drafter=SelfDrafter(bank or target.quantize("qint4")), **options)
+    return Pipeline(target, drafter=_self_draft(target, bank), **options)
 
 
-def lookahead(target: MoE, *, bank: ExpertStore | None = None, **options: Any) -> Pipeline:
+def lookahead(target: Target, *, bank: ExpertStore | None = None, **options: Any) -> Pipeline:
     """A quantized self-draft whose routing is prefetched as it appears, streaming on through verification.
 
     Specter's idea with our own schedule: no observation phase and no barrier before verification.
@@ -63,8 +104,81 @@ def lookahead(target: MoE, *, bank: ExpertStore | None = None, **options: Any) -
     >>> with sl.baselines.lookahead(sl.load_moe("tiny-moe")) as pipeline: pipeline.predictor.name
     'draft lookahead'
     """
-    return Pipeline(target, drafter=SelfDrafter(bank or target.quantize("qint4")), predictor=DraftLookahead(), **options)
+    return Pipeline(target, drafter=_self_draft(target, bank), predictor=DraftLookahead(), **options)
 
 
-SYSTEMS: dict[str, Callable[..., Pipeline]] = {f.__name__: f for f in (on_demand, next_layer_gate, speculative_on_demand, lookahead)}
-LOOKS_AHEAD = frozenset({"lookahead"})
+def specmoeoff_b1(target: Target, *, bank: ExpertStore | None = None, draft_length: int = 3, **options: Any) -> Pipeline:
+    """A self-draft of 3 tokens; the top M of each layer by count are planned at 0.2 and 0.6 of the draft; no barrier.
+
+    Source: the batch-1 adaptation of SpecMoEOff (arXiv 2508.21706) in Specter's artifact. Differs: draft and target
+    share non-expert weights and KV here; the artifact gives its copy separate ones (more memory, the same tokens).
+
+    >>> import specter_lab as sl
+    >>> with sl.baselines.specmoeoff_b1(sl.load_moe("tiny-moe")) as pipeline: pipeline.draft_length
+    FixedLength(3)
+    """
+    predictor = ChunkedLookahead((0.2, 0.6))
+    return Pipeline(target, drafter=_self_draft(target, bank), predictor=predictor, draft_length=draft_length, **options)
+
+
+def sp_moe(target: Target, *, bank: ExpertStore | None = None, **options: Any) -> Pipeline:
+    """A self-draft whose routing is prefetched for the layers before a cutoff: those the link can fetch while drafting.
+
+    Source: SP-MoE (arXiv 2510.10302). Differs: the draft is the target itself in low bits, so that its attention output
+    through the target's gate is the draft's own routing; copies aren't batched (one latency each).
+
+    >>> import specter_lab as sl
+    >>> with sl.baselines.sp_moe(sl.load_moe("tiny-moe")) as pipeline: pipeline.predictor.name
+    'cutoff lookahead'
+    """
+    return Pipeline(target, drafter=_self_draft(target, bank), predictor=CutoffLookahead(), **options)
+
+
+def moe_speq(target: Target, *, bank: ExpertStore | None = None, **options: Any) -> Pipeline:
+    """A self-draft, a lookahead buffer that eviction respects, and a governor that chooses the draft length.
+
+    Source: MoE-SpeQ (arXiv 2511.14102). Differs: the governor measures the time of a step instead of modelling it; its
+    fused kernel has no counterpart here.
+
+    >>> import specter_lab as sl
+    >>> with sl.baselines.moe_speq(sl.load_moe("tiny-moe")) as pipeline: pipeline.residency.eviction.name
+    'lookahead-aware LRU'
+    """
+    options = {"draft_length": Governor(), **options}
+    return Pipeline(target, drafter=_self_draft(target, bank), predictor=DraftLookahead(), eviction=LookaheadLRU(), **options)
+
+
+def specter(target: Target, *, bank: ExpertStore | None = None, schedule: Schedule = "adaptive", **options: Any) -> Pipeline:
+    """A self-draft of fixed length, a count table planned in chunks while drafting, a barrier, then verification.
+
+    Source: Specter's artifact. Differs: copies wait in software until the link is free, so a demand waits for one copy
+    at most instead of for the whole chunk; shared experts run with the attention segment of the next layer.
+
+    >>> import specter_lab as sl
+    >>> with sl.baselines.specter(sl.load_moe("tiny-moe")) as pipeline: pipeline.assembly.barrier
+    True
+    """
+    return Pipeline(target, drafter=_self_draft(target, bank), predictor=ChunkedLookahead(schedule), barrier=True, **options)
+
+
+SYSTEMS: dict[str, Callable[..., Pipeline]] = {
+    f.__name__: f
+    for f in (
+        on_demand, next_layer_gate, activation_aware, fiddler, speculative_on_demand, specmoeoff_b1, sp_moe, moe_speq, specter, lookahead,
+    )
+}  # fmt: skip
+DRAFTLESS = frozenset({"on_demand", "next_layer_gate", "activation_aware", "fiddler"})
+
+
+def named(name: str) -> Callable[..., Pipeline]:
+    """The system of that name; ``ValueError`` with the nearest names.
+
+    >>> named("on_demand") is on_demand
+    True
+    """
+    if name not in SYSTEMS:
+        near = difflib.get_close_matches(name, SYSTEMS, n=3)
+        raise ValueError(
+            f"A system is one of {', '.join(SYSTEMS)}; got {name!r}." + (f" Did you mean {' or '.join(near)}?" if near else "")
+        )
+    return SYSTEMS[name]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from specter_lab.baselines import LOOKS_AHEAD, SYSTEMS
+from specter_lab.baselines import DRAFTLESS, named
 from specter_lab.bundled import load_prompts
 from specter_lab.experiments import Comparison, compare
 from specter_lab.machines.simulated import SimulatedMachine
@@ -20,6 +20,7 @@ from specter_lab.plots.html import save_html
 from specter_lab.plots.timeline import plot_timeline
 
 MACHINES = ("throttled", "simulated")
+SHOWN = ("on_demand", "next_layer_gate", "speculative_on_demand", "lookahead")
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,9 @@ def run_demo(
             bank = moe.quantize("qint4")
             shared = {"machine": machine_named(machine, link_gb_s), "memory": memory, "context_length": 256}
             drafting = {"bank": bank, "draft_length": draft_length}
-            pipelines = {
-                name: stack.enter_context(build(moe, **shared, **(drafting if name in ("speculative_on_demand", "lookahead") else {})))
-                for name, build in SYSTEMS.items()
-            }
+            pipelines = {name: stack.enter_context(named(name)(moe, **shared, **({} if name in DRAFTLESS else drafting))) for name in SHOWN}
             comparison = compare(
-                pipelines, prompts, references=references, rivals=set(SYSTEMS) - LOOKS_AHEAD, progress=progress,
+                pipelines, prompts, references=references, rivals=set(SHOWN) - {"lookahead"}, progress=progress,
                 max_new_tokens=max_new_tokens, do_sample=False,
             )  # fmt: skip
     finally:

@@ -11,6 +11,7 @@ from specter_lab.records import DeviceBytes
 
 if TYPE_CHECKING:
     from specter_lab.models import MoE
+    from specter_lab.replay import ReplayTarget
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def parse_bytes(size: int | str) -> int:
 
 
 def plan_memory(
-    target: MoE,
+    target: MoE | ReplayTarget,
     *,
     bank: ExpertStore | None = None,
     slots: int | Sequence[int] | None = None,

@@ -106,6 +106,11 @@ class MoE:
         self._own_attach = False
 
     @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return torch.device(self.model.device)
+
+    @property
     def dtype(self) -> torch.dtype:
         """What the model computes in."""
         return next(p.dtype for p in self.model.parameters() if p.is_floating_point())

@@ -5,7 +5,7 @@ Each has at least two implementations in this package. A class fits by having th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -117,8 +117,8 @@ class ExpertStore(Protocol):
     def blob_bytes(self, layer: int) -> int:
         """Size of one expert's blob."""
 
-    def blob(self, key: ExpertKey) -> Tensor:
-        """(blob_bytes,) uint8, contiguous."""
+    def blob(self, key: ExpertKey) -> Tensor | None:
+        """(blob_bytes,) uint8, contiguous; None in a replay, where nothing is copied."""
 
     def weights(self, layer: int, blob: Tensor) -> Mapping[str, Tensor]:
         """Named tensors that alias ``blob``: refilling the blob refills them."""
@@ -127,11 +127,37 @@ class ExpertStore(Protocol):
         """The same over the store's own blob of ``key``."""
 
 
-class ExpertServer(Protocol):
-    """Hands a layer the experts it needs, inside a loop: what is handed out is valid until the next one."""
+Compute = Callable[[int, Mapping[str, Tensor]], None]
+"""Runs one expert of the layer at hand with these tensors; results are summed in id order, whatever the order of calls."""
 
-    def serve(self, call: LayerCall) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
-        """Each of ``call.needed`` once, in whatever order they are ready."""
+
+class ExpertServer(Protocol):
+    """Runs a layer's experts as their weights become ready."""
+
+    def serve(self, call: LayerCall, compute: Compute) -> None:
+        """``compute(expert, tensors)`` for each of ``call.needed`` once; the tensors are valid during that call only."""
+
+
+class DeviceView(Protocol):
+    """What a scheduling piece may know of device and link; a piece with a ``bind(view)`` method is given one."""
+
+    def slots(self, layer: int) -> int:
+        """Device slots of that layer."""
+
+    def absent(self, key: ExpertKey) -> bool:
+        """Neither resident nor on the link."""
+
+    def wanted(self, key: ExpertKey) -> bool:
+        """Whether a prediction for a pass still to come wants it."""
+
+    def blob_bytes(self, layer: int) -> int:
+        """What one expert of that layer moves."""
+
+    def now_us(self) -> float:
+        """The machine's time."""
+
+    def link_rate(self) -> float:
+        """Bytes a microsecond, a moving average over this pipeline's own copies."""
 
 
 class LinkSource(Protocol):
@@ -174,6 +200,24 @@ class Machine(Protocol):
 
     def wait(self, key: ExpertKey, request_id: int, *, step: int) -> None:
         """Compute stops until that transfer has arrived; recorded as a stall."""
+
+    def on_host(self, key: ExpertKey, bytes: int, work: Callable[[], None], *, step: int, tokens: int) -> None:
+        """Run ``work`` on the host's lane, beside the device: one expert's rows with the host's own weights."""
+
+    def join_host(self, *, step: int, layer: int) -> None:
+        """Compute stops until the host lane is done; recorded as a stall."""
+
+    def host_us(self, bytes: int) -> float:
+        """What the host takes to read and apply an expert of that size."""
+
+    def host_backlog_us(self) -> float:
+        """How long the host lane is busy already."""
+
+    def copy_us(self, bytes: int) -> float:
+        """What the link takes to move that much, alone."""
+
+    def link_backlog_us(self) -> float:
+        """How long the copy on the link still takes."""
 
     def notify(self) -> None:
         """The source may have new work: an idle link looks again."""

@@ -1,29 +1,28 @@
-"""The one loop: draft -> predict -> prefetch -> verify -> commit."""
+"""A target and its pieces, ready to decode requests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
+from specter_lab.decoding import Decoding
 from specter_lab.generation import Generation, conditions_of, encode, refuse_unknown, stop_criteria
+from specter_lab.loop import Assembly
 from specter_lab.machines.throttled import ThrottledMachine
 from specter_lab.memory import MemoryPlan, plan_memory
 from specter_lab.models import MoE, load_moe
 from specter_lab.offload.eviction import LRU
 from specter_lab.offload.prefetcher import Prefetcher
 from specter_lab.offload.residency import Residency
-from specter_lab.offload.server import OffloadServer, ResidentServer
-from specter_lab.pieces import Drafter, DraftLength, EvictionPolicy, ExpertStore, Machine, Predictor
-from specter_lab.records import DraftToken, ExpertKey, LayerCall, Prediction, Routing, Verification
+from specter_lab.offload.server import MissSplit
+from specter_lab.pieces import Drafter, DraftLength, EvictionPolicy, Machine, Predictor
+from specter_lab.replay import ReplayableText, Replayed, ReplayTarget
 from specter_lab.routing.predictors import DraftLookahead, NoPrediction
-from specter_lab.speculate.choice import Chooser
 from specter_lab.speculate.draft_length import FixedLength
-from specter_lab.speculate.verification import verify_greedy, verify_sampled
 
 
 class Pipeline:
@@ -32,7 +31,8 @@ class Pipeline:
     ``target``: a ``MoE`` or what ``load_moe`` takes. ``drafter``: None decodes token by token. ``draft_length``: a number
     or a ``DraftLength`` (8 with a drafter). ``machine``: throttled at 0.05 GB/s by default. Device memory: ``slots`` a
     layer, or ``memory`` in all; ``context_length`` is what the plan counts KV for. Requests start with empty slots
-    unless ``warm``. ``poison`` fills forgotten slots with NaN.
+    unless ``warm``. ``barrier``: verification waits for all planned copies. ``split``: which misses the host computes
+    (none by default; ``SplitByFinish``). ``poison`` fills forgotten slots with NaN.
 
     >>> import specter_lab as sl
     >>> with sl.Pipeline("tiny-moe", slots=6, machine=sl.SimulatedMachine()) as pipeline:
@@ -42,7 +42,7 @@ class Pipeline:
 
     def __init__(
         self,
-        target: MoE | str | Path | torch.nn.Module,
+        target: MoE | ReplayTarget | str | Path | torch.nn.Module,
         *,
         drafter: Drafter | None = None,
         predictor: Predictor | None = None,
@@ -52,6 +52,8 @@ class Pipeline:
         slots: int | Sequence[int] | None = None,
         memory: int | str | None = None,
         context_length: int | None = None,
+        barrier: bool = False,
+        split: MissSplit | None = None,
         warm: bool = False,
         poison: bool = False,
         **unknown: Any,
@@ -67,16 +69,28 @@ class Pipeline:
             )
         self.machine: Machine = machine or ThrottledMachine()
         self.warm, self.closed = warm, False
-        self.target = target if isinstance(target, MoE) else load_moe(target)
+        self.target: MoE | ReplayTarget = target if isinstance(target, MoE | ReplayTarget) else load_moe(target)
         self.target.lease()
         try:
-            store, bank = self.target.store, getattr(drafter, "bank", None)
+            bank = getattr(drafter, "bank", None)
             self.plan: MemoryPlan = plan_memory(self.target, bank=bank, slots=slots, memory=memory, context_length=context_length)
-            self.residency = Residency(store, self.plan.slots, eviction or LRU(), poison=poison, device=self.target.model.device)
-            self.prefetcher = Prefetcher(store, self.residency, self.machine)
+            self.assembly = Assembly(
+                self.target.store, self.plan.slots, self.machine, drafter=drafter, predictor=self.predictor, eviction=eviction or LRU(),
+                draft_length=self.draft_length, barrier=barrier, split=split, poison=poison, device=str(self.target.device),
+            )  # fmt: skip
         except BaseException:
             self.target.release()
             raise
+
+    @property
+    def residency(self) -> Residency:
+        """The device slots."""
+        return self.assembly.residency
+
+    @property
+    def prefetcher(self) -> Prefetcher:
+        """The queues to the link."""
+        return self.assembly.prefetcher
 
     def generate(
         self,
@@ -92,18 +106,17 @@ class Pipeline:
         Returns text, ids, trace, metrics and conditions. Raises ``ValueError`` for a prompt or length that can't be.
         """
         self._refuse_closed()
+        if isinstance(self.target, ReplayTarget):
+            raise TypeError(f"A replay target has no weights to generate with; {self.target.name} is one. Use replay(text, ...).")
         ids = encode(self.target, self.plan, prompt, options)
         generator = None if seed is None else torch.Generator(device=ids.device).manual_seed(seed)
-        request = _Request(self, generator, streamer)
+        seam, assembly = self.target.seam, self.assembly
+        decoding = Decoding(seam, self.machine, self.drafter, assembly.run, generator=generator, streamer=streamer)
         stops = stop_criteria(self.target, options)
-        if not self.warm:
-            self.reset()
-        self.residency.new_request()
-        self.prefetcher.reset()
-        self.machine.start(self.prefetcher)
+        assembly.start(warm=self.warm)
         try:
             out = self.target.model.generate(
-                ids, attention_mask=torch.ones_like(ids), custom_generate=request.decode, streamer=streamer, **{**options, **stops}
+                ids, attention_mask=torch.ones_like(ids), custom_generate=decoding.decode, streamer=streamer, **{**options, **stops}
             )
             self.machine.stop()
         except BaseException:  # also an interrupt: whatever state the pieces were in, the next request starts clean
@@ -114,18 +127,39 @@ class Pipeline:
         conditions = conditions_of(self, prompt_tokens=ids.shape[1], new_tokens=out.shape[1] - ids.shape[1], options=options, seed=seed)
         return Generation.of(self.target, out[0].tolist(), ids.shape[1], trace, self.plan.device, conditions)
 
+    def replay(self, text: ReplayableText, *, prompt_tokens: int, max_new_tokens: int) -> Generation:
+        """Run the loop over recorded or synthetic routing (see ``replay.py`` for its semantics); for a ``ReplayTarget``.
+
+        The result's ids are the text's places, since a replayed text has no tokens.
+        """
+        self._refuse_closed()
+        if not isinstance(self.target, ReplayTarget):
+            raise TypeError(f"A replay needs a ReplayTarget; {self.target.name} has weights. Use generate(prompt, ...).")
+        self.target.text = text
+        replayed = Replayed(text, self.machine, prompt_tokens=prompt_tokens, new_tokens=max_new_tokens)
+        self.assembly.start(warm=self.warm)
+        try:
+            self.assembly.run(replayed)
+            self.machine.stop()
+        except BaseException:
+            self.machine.stop()
+            self.reset()
+            raise
+        places = tuple(range(prompt_tokens + max_new_tokens))
+        conditions = conditions_of(self, prompt_tokens=prompt_tokens, new_tokens=max_new_tokens, options={}, seed=None)
+        return Generation(None, places, places[prompt_tokens:], self.machine.trace.finish(), self.plan.device, conditions)
+
     def reset(self) -> None:
         """Empty every slot: the next request starts cold."""
         self._refuse_closed()
-        self.prefetcher.reset()
-        self.residency.forget_all()
+        self.assembly.reset()
 
     def close(self) -> None:
         """Give up slots, threads and the model; the last pipeline of a model puts its experts back. Idempotent."""
         if not self.closed:
             self.closed = True
             self.machine.close()
-            del self.residency, self.prefetcher
+            del self.assembly
             self.target.release()
 
     def _refuse_closed(self) -> None:
@@ -143,136 +177,3 @@ class Pipeline:
         drafter = "closed" if self.closed else getattr(self.drafter, "name", "no draft")
         slots = f"slots {min(self.plan.slots)}-{max(self.plan.slots)}"
         return f"Pipeline({self.target.name}, {drafter}, {self.predictor.name}, {self.machine.label}, {slots})"
-
-
-class _Request:
-    """One request's state, and the draft context that its drafter sees."""
-
-    def __init__(self, pipeline: Pipeline, generator: torch.Generator | None, streamer: Any) -> None:
-        self.pipeline, self.generator, self.streamer = pipeline, generator, streamer
-        self.machine, self.prefetcher, self.seam = pipeline.machine, pipeline.prefetcher, pipeline.target.seam
-        self.step = 0
-        self.predicted: dict[ExpertKey, Prediction] = {}
-
-    def decode(
-        self,
-        model: Any,
-        input_ids: Tensor,
-        *,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        **inputs: Any,
-    ) -> Tensor:
-        """The decoding method that ``model.generate`` calls with everything prepared; returns (1, tokens) ids."""
-        self.model, self.ids, self.stopping = model, input_ids, stopping_criteria
-        self.chooser = Chooser(logits_processor, do_sample=generation_config.do_sample, generator=self.generator)
-        eos = generation_config.eos_token_id
-        self.end_tokens = frozenset([eos] if isinstance(eos, int) else eos or [])
-        self.cache: DynamicCache = inputs["cache"]
-        self.machine.compute("target", "plan", step=0)
-        logits = self._target_pass(input_ids, rows=1)
-        self.cache.activate_past_recording()
-        finished = self._commit([], self._verify([], logits))
-        while not finished:
-            self.step += 1
-            left = generation_config.max_length - self.ids.shape[1]
-            drafted = self._draft(self.pipeline.draft_length.choose(self.step, left - 1))
-            window = (
-                torch.cat([self.ids[:, -1:], self.ids.new_tensor([[d.token for d in drafted]])], dim=1) if drafted else self.ids[:, -1:]
-            )
-            logits = self._target_pass(window, rows=window.shape[1])
-            finished = self._commit(drafted, self._verify(drafted, logits))
-        if self.streamer is not None:
-            self.streamer.end()
-        return self.ids
-
-    def forward(self, token: int, bank: ExpertStore) -> tuple[Tensor, DraftToken]:
-        """DraftContext: one scratch token through the shared skeleton with ``bank``'s experts."""
-        position = self.cache.get_seq_length()
-        with self.seam.serving(ResidentServer(bank, self.machine, "draft", self.step)) as calls:
-            out = self.model(input_ids=self.ids.new_tensor([[token]]), cache=self.cache, use_cache=True)
-        self.scratch += 1
-        self.machine.compute("draft", "head", step=self.step, tokens=1)
-        return out.logits[0, -1], DraftToken(
-            -1, position, routing=Routing(position, tuple(c.experts for c in calls), tuple(c.weights for c in calls))
-        )
-
-    def choose(self, logits: Tensor, prefix: Sequence[int]) -> tuple[int, Tensor | None]:
-        """DraftContext: the request's own choice after the drafted ``prefix``."""
-        return self.chooser.choose(self.ids, prefix, logits)
-
-    def _draft(self, length: int) -> list[DraftToken]:
-        """Draft, predicting and prefetching after each token; the cache is back at the committed prefix afterwards."""
-        self.scratch, self.predicted = 0, {}
-        position = self.ids.shape[1] - 1
-        self._want(self.pipeline.predictor.step_begins(self.step, position, length))
-        drafted: list[DraftToken] = []
-        if self.pipeline.drafter is not None and length > 0:
-            for token in self.pipeline.drafter.draft(self, length):
-                self._want(self.pipeline.predictor.drafted(self.step, token, horizon=len(drafted)))
-                self.machine.compute("draft", "plan", step=self.step)
-                drafted.append(token)
-        self.cache.crop(-self.scratch)
-        self.machine.mark("draft_length", step=self.step, position=position, value=len(drafted))
-        return drafted
-
-    def _target_pass(self, tokens: Tensor, rows: int) -> Tensor:
-        """(1, n) tokens through the target with offloaded experts -> (rows, vocabulary) logits of the last rows."""
-        position = self.cache.get_seq_length()
-
-        def predict(call: LayerCall) -> Iterable[Prediction]:
-            return self._noted(self.pipeline.predictor.layer_called(self.step, position, call))
-
-        server = OffloadServer(self.prefetcher, self.machine, self.step, position, predict)
-        with self.seam.serving(server) as calls:
-            out = self.model(input_ids=tokens, cache=self.cache, use_cache=True, logits_to_keep=rows)
-        if self.step:
-            needed = {ExpertKey(c.layer, e): n for c in calls for e, n in zip(c.needed, c.rows, strict=True)}
-            self.pipeline.predictor.learn(self.step, self.predicted, needed)
-        self.machine.compute("target", "head", step=self.step, tokens=rows)
-        return out.logits[0, -rows:]
-
-    def _verify(self, drafted: list[DraftToken], logits: Tensor) -> Verification:
-        prefixes = [[d.token for d in drafted[:i]] for i in range(len(drafted) + 1)]
-        if self.chooser.do_sample:
-            return verify_sampled(drafted, lambda i: self.chooser.probs(self.ids, prefixes[i], logits[i]), self.generator)
-        return verify_greedy(drafted, lambda i: self.chooser.choose(self.ids, prefixes[i], logits[i])[0])
-
-    def _commit(self, drafted: list[DraftToken], verification: Verification) -> bool:
-        """Append tokens until a stopping criterion holds; crop the cache to them; tell everyone. True when finished."""
-        finished, kept = False, 0
-        for token in verification.tokens:
-            self.ids = torch.cat([self.ids, self.ids.new_tensor([[token]])], dim=1)
-            kept += 1
-            if self.streamer is not None:
-                self.streamer.put(self.ids[0, -1:].cpu())
-            if bool(self.stopping(self.ids, None).all()):
-                finished = True
-                break
-        accepted = min(verification.accepted, kept)
-        if self.step:
-            # the pass left entries for its input token and every draft; those of accepted drafts stay
-            self.cache.crop(-(len(drafted) + 1 - kept))
-            self.pipeline.draft_length.learn(len(drafted), verification.accepted)
-            if self.pipeline.drafter is not None:
-                self.pipeline.drafter.learn(drafted, verification.accepted)
-        with self.machine.lock:
-            self.prefetcher.cancel(self.step, "decided")
-        self.machine.compute("target", "plan", step=self.step)
-        self.machine.mark(
-            "commit", step=self.step, position=self.ids.shape[1] - 1, tokens=kept, value=accepted, outcome="step" if self.step else "first"
-        )
-        return finished
-
-    def _want(self, predictions: Iterable[Prediction]) -> None:
-        noted = list(self._noted(predictions))
-        if noted:
-            with self.machine.lock:
-                self.prefetcher.want(noted)
-                self.machine.notify()
-
-    def _noted(self, predictions: Iterable[Prediction]) -> Iterator[Prediction]:
-        for prediction in predictions:
-            self.predicted.setdefault(prediction.key, prediction)
-            yield prediction

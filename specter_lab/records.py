@@ -57,7 +57,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Routing:
-    """Which experts the routers picked in one forward.
+    """Which experts the routers picked in one forward (``weights`` is empty in a replay).
 
     ``experts[layer]`` and ``weights[layer]`` have shape (positions, experts_per_token); ``position`` is the
     place in the sequence of their first row.
@@ -138,19 +138,19 @@ class Transfer:
 class LayerCall:
     """What one MoE layer asks for in one forward.
 
-    ``experts``: (positions, experts_per_token) ids, ``weights`` likewise, ``hidden``: (positions, hidden_size)
-    the input of router and experts (None in a replay). ``needed``: the distinct experts in id order, and ``rows``
-    how many positions use each of them.
+    ``experts``: (positions, experts_per_token) ids, ``weights`` likewise (None in a replay), ``hidden``: (positions, hidden_size)
+    the input of router and experts (in a replay (positions,) places in the text). ``needed``: the distinct experts in id
+    order, and ``rows`` how many positions use each of them.
 
     >>> import torch
-    >>> LayerCall(0, torch.tensor([[2, 5]]), torch.ones(1, 2), None, needed=(2, 5), rows=(1, 1)).needed
+    >>> LayerCall(0, torch.tensor([[2, 5]]), torch.ones(1, 2), torch.zeros(1, 8), needed=(2, 5), rows=(1, 1)).needed
     (2, 5)
     """
 
     layer: int
     experts: Tensor
-    weights: Tensor
-    hidden: Tensor | None
+    weights: Tensor | None
+    hidden: Tensor
     needed: tuple[int, ...]
     rows: tuple[int, ...]
 

@@ -162,11 +162,14 @@ class ExpertsSeam:
         call, groups = _group(layer, hidden, experts, weights, self.experts(layer))
         self._calls.append(call)
         parts: dict[int, Tensor] = {}
-        for expert, tensors in self._server.serve(call):
+
+        def compute(expert: int, tensors: Mapping[str, Tensor]) -> None:
             token, rank = groups[expert]
             rows = expert_forward(module, hidden if token is None else hidden[token], tensors)
             scale = weights[:, rank, None] if token is None else weights[token, rank, None]
             parts[expert] = rows * scale
+
+        self._server.serve(call, compute)
         out = torch.zeros_like(hidden)
         for expert in call.needed:
             token = groups[expert][0]

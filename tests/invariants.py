@@ -12,7 +12,7 @@ def check_trace(trace: Trace, slots: Sequence[int], blob_bytes: Sequence[int], *
     events = trace.events
     transfers, uses, needs = (events[events["kind"] == kind] for kind in ("transfer", "expert", "need"))
     # bars of one lane never overlap; the compute lanes are one timeline
-    for lanes in (["link"], ["target", "draft"]):
+    for lanes in (["link"], ["host"], ["target", "draft"]):
         bars = events[events["lane"].isin(lanes) & (events["end_us"] > events["start_us"])].sort_values("start_us")
         gaps = bars["start_us"].to_numpy()[1:] - bars["end_us"].to_numpy()[:-1]
         assert (gaps >= -1e-6).all(), f"bars of {lanes} overlap by {-gaps.min()} us"
@@ -38,10 +38,12 @@ def check_trace(trace: Trace, slots: Sequence[int], blob_bytes: Sequence[int], *
                 f"{use.layer}.{use.expert} used {arrival[use.request_id] - use.start_us} us early"
             )
     # every stall waits for a request that arrives as it ends
-    for stall in events[events["kind"] == "stall"].itertuples():
+    for stall in events[(events["kind"] == "stall") & (events["reason"] != "host")].itertuples():
         assert stall.request_id in arrival.index, f"a stall waits for request {stall.request_id}, which never arrived"
     # each needed expert is used once a layer call, and moved at most once for it
-    assert len(target_uses) == len(needs), f"{len(needs)} experts were needed, {len(target_uses)} used"
+    hosted = uses[uses["lane"] == "host"]
+    assert len(target_uses) + len(hosted) == len(needs), f"{len(needs)} experts were needed, {len(target_uses)} + {len(hosted)} used"
+    assert len(hosted) == (needs["reason"] == "host").sum(), "the host computed other experts than were left to it"
     demanded = transfers[transfers["reason"] == "demand"]
     assert not demanded.duplicated(["step", "layer", "expert"]).any(), "an expert was fetched twice for one layer call"
     # slots: taken when a copy is submitted, freed by eviction
@@ -53,6 +55,6 @@ def check_trace(trace: Trace, slots: Sequence[int], blob_bytes: Sequence[int], *
             held[layer] += change
             assert 0 <= held[layer] <= slots[layer], f"layer {layer} holds {held[layer]} of {slots[layer]} slots at {time} us"
     # hits were there, misses weren't
-    for need in needs[needs["outcome"] == "miss"].itertuples():
+    for need in needs[(needs["outcome"] == "miss") & (needs["reason"] != "host")].itertuples():
         assert arrival[need.request_id] >= need.start_us, f"a miss of {need.layer}.{need.expert} had arrived before"
     assert set(needs["outcome"]) <= {"hit", "late", "miss"}

@@ -48,7 +48,7 @@ def call(layer: int, *rows: Sequence[int]) -> LayerCall:
     experts = torch.tensor(rows)
     counts = experts.flatten().bincount()
     needed = tuple(experts.unique().tolist())
-    return LayerCall(layer, experts, torch.ones(experts.shape), None, needed, tuple(int(counts[e]) for e in needed))
+    return LayerCall(layer, experts, torch.ones(experts.shape), torch.zeros(len(rows), 1), needed, tuple(int(counts[e]) for e in needed))
 
 
 class ToyRun:
@@ -84,9 +84,12 @@ class ToyRun:
 
         server = OffloadServer(self.prefetcher, self.machine, step, 0, predict)
         for layer_call in calls:
-            for expert, weights in server.serve(layer_call):
-                assert set(weights["all"].tolist()) == {10 * layer_call.layer + expert + 1}, "a slot held other bytes than its expert's"
-                self.served.append((step, layer_call.layer, expert))
+
+            def compute(expert: int, weights: Mapping[str, Tensor], layer: int = layer_call.layer) -> None:
+                assert set(weights["all"].tolist()) == {10 * layer + expert + 1}, "a slot held other bytes than its expert's"
+                self.served.append((step, layer, expert))
+
+            server.serve(layer_call, compute)
         self.machine.compute("target", "head", step=step, tokens=1)
         with self.machine.lock:
             self.prefetcher.cancel(step, "decided")

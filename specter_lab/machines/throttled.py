@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
+
+import torch
 
 from specter_lab.observe.trace import TraceWriter
 from specter_lab.pieces import LinkSource
@@ -17,21 +21,27 @@ from specter_lab.records import ExpertKey, Transfer
 class ThrottledMachine:
     """Wall time for compute; one link thread that copies at ``link_gb_s`` (GB/s, 10**9 bytes) plus ``latency_us`` a copy.
 
-    The thread lives from ``start`` to ``stop``. For steady figures set ``torch.set_num_threads(1)``, so that compute
-    and link have a core each.
+    The host's lane is a thread too, paced to read weights at ``host_gb_s`` (3 x the link by default), since the
+    processor that plays the device would otherwise be as fast as the host. Threads live from ``start`` to ``stop``. For
+    steady figures set ``torch.set_num_threads(1)``, so that compute and link have a core each.
 
     >>> machine = ThrottledMachine(link_gb_s=0.05); machine.start(None); machine.stop()
     >>> machine.label
     'throttled'
     """
 
-    def __init__(self, link_gb_s: float = 0.05, latency_us: float = 0.0) -> None:
+    def __init__(self, link_gb_s: float = 0.05, latency_us: float = 0.0, host_gb_s: float | None = None) -> None:
         if not link_gb_s > 0 or latency_us < 0:
             raise ValueError(
                 f"A link needs a bandwidth above 0 GB/s and a latency of at least 0 us; got {link_gb_s} GB/s and {latency_us} us; "
                 "give for instance link_gb_s=0.05."
             )
         self.link_gb_s, self.latency_us = link_gb_s, latency_us
+        self.host_gb_s = 3 * link_gb_s if host_gb_s is None else host_gb_s
+        self._host: ThreadPoolExecutor | None = None
+        self._host_work: list[Future[None]] = []
+        self._host_free = 0.0
+        self._lands_at = 0.0
         self.label = "throttled"
         self.trace = TraceWriter(self.label)
         self.lock = threading.Condition(threading.RLock())
@@ -85,6 +95,49 @@ class ThrottledMachine:
         self._add("target", "stall", start, end, step=step, layer=key.layer, expert=key.expert, request_id=request_id)
         self._segment = end
 
+    def on_host(self, key: ExpertKey, bytes: int, work: Callable[[], None], *, step: int, tokens: int) -> None:
+        """Queue the work for the host's thread, which takes at least the paced time for it."""
+        if self._host is None:
+            self._host = ThreadPoolExecutor(1, thread_name_prefix="specter-host")
+        self._host_free = max(self._host_free, time.perf_counter()) + self.host_us(bytes) * 1e-6
+        until = self._host_free
+
+        def run() -> None:
+            start = time.perf_counter()
+            with torch.no_grad():  # the mode of the calling thread doesn't reach this one
+                work()
+            time.sleep(max(0.0, until - time.perf_counter()))
+            self._add("host", "expert", start, time.perf_counter(), step=step, layer=key.layer, expert=key.expert, tokens=tokens)
+
+        self._host_work.append(self._host.submit(run))
+
+    def join_host(self, *, step: int, layer: int) -> None:
+        """Block until the host's thread has nothing left; its failure is raised here."""
+        start = time.perf_counter()
+        work, self._host_work = self._host_work, []
+        for future in work:
+            future.result()
+        end = time.perf_counter()
+        self._add("target", "plan", self._segment, start, step=step, layer=layer)
+        self._add("target", "stall", start, end, step=step, layer=layer, reason="host")
+        self._segment = end
+
+    def host_us(self, bytes: int) -> float:
+        """Weights over ``host_gb_s``."""
+        return bytes / (self.host_gb_s * 1e3)
+
+    def host_backlog_us(self) -> float:
+        """Until the host's queued work is due."""
+        return max(0.0, self._host_free - time.perf_counter()) * 1e6
+
+    def copy_us(self, bytes: int) -> float:
+        """Latency and bytes over ``link_gb_s``."""
+        return self.latency_us + bytes / (self.link_gb_s * 1e3)
+
+    def link_backlog_us(self) -> float:
+        """Until the copy on the link is due."""
+        return max(0.0, self._lands_at - time.perf_counter()) * 1e6
+
     def notify(self) -> None:
         """Wake the link."""
         with self.lock:
@@ -98,6 +151,9 @@ class ThrottledMachine:
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join()
+        host, self._host, self._host_work = self._host, None, []
+        if host is not None:
+            host.shutdown(cancel_futures=True)
 
     def close(self) -> None:
         """End the thread."""
@@ -121,7 +177,8 @@ class ThrottledMachine:
                 start = time.perf_counter()
                 if transfer.source is not None and transfer.destination is not None:
                     transfer.destination.copy_(transfer.source)
-                free_at += self.latency_us * 1e-6 + transfer.bytes / (self.link_gb_s * 1e9)
+                free_at += self.copy_us(transfer.bytes) * 1e-6
+                self._lands_at = free_at
                 time.sleep(max(0.0, free_at - time.perf_counter()))
                 self._land(source, transfer, start)
         except BaseException as failure:  # handed to the waiting compute thread, which raises it

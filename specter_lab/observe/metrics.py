@@ -65,7 +65,7 @@ def summarize(trace: Trace) -> dict[str, Any]:
     begin, end = (float(commits["start_us"].iloc[0]), float(commits["start_us"].iloc[-1])) if len(commits) else (0.0, 0.0)
     later = tokens - 1
     transfers, needs, stalls = decoding[kind == "transfer"], decoding[kind == "need"], decoding[kind == "stall"]
-    compute = decoding[kind.isin(COMPUTE_KINDS)]
+    compute = decoding[kind.isin(COMPUTE_KINDS) & decoding["lane"].isin(["target", "draft"])]
     busy = merged(transfers)
     drafted, accepted = decoding.loc[kind == "draft_length", "value"].sum(), commits.loc[commits["step"] >= 1, "value"].sum()
     transfer_us = float((busy[:, 1] - busy[:, 0]).sum())
@@ -87,6 +87,7 @@ def summarize(trace: Trace) -> dict[str, Any]:
         "hit_rate": outcome("hit"),
         "late_rate": outcome("late"),
         "miss_rate": outcome("miss"),
+        "host_rate": _ratio((needs["reason"] == "host").sum(), len(needs)),
         **_prediction_totals(decoding),
         "moved_mb_per_token": per_token(transfers["bytes"].sum() / 1e6),
         "wasted_mb_per_token": per_token(transfers.loc[transfers["outcome"] == "wasted", "bytes"].sum() / 1e6),

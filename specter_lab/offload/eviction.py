@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from specter_lab.pieces import DeviceView
 from specter_lab.records import ExpertKey
 
 
@@ -41,6 +42,75 @@ class LRU:
     def victim(self, candidates: Sequence[ExpertKey]) -> ExpertKey:
         """The least recently touched; ties (never touched) go to the lowest id."""
         return min(candidates, key=lambda key: (self._touched.get(key, 0), key))
+
+
+class ClairvoyantEviction:
+    """Forgets the expert whose next use is farthest, from a plan of the future: a bound, not a method.
+
+    ``uses[layer]``: for each coming call of that layer, in order, the experts it needs. ``advance`` is told by ``used``:
+    the calls of a layer are over one by one as their experts are used.
+
+    Source: Belady, "A study of replacement algorithms for a virtual-storage computer" (1966).
+
+    >>> policy = ClairvoyantEviction([[{1}, {2}, {1}]])
+    >>> policy.victim([ExpertKey(0, 1), ExpertKey(0, 2)])
+    ExpertKey(layer=0, expert=2)
+    """
+
+    name = "clairvoyant"
+
+    def __init__(self, uses: Sequence[Sequence[Collection[int]]]) -> None:
+        self.uses = uses
+        self._call = [0] * len(uses)
+        self._left = [set(calls[0]) if calls else set() for calls in uses]
+
+    def loaded(self, key: ExpertKey) -> None:
+        """An arrival changes nothing."""
+
+    def used(self, key: ExpertKey) -> None:
+        """A call is over when all of its experts have been used."""
+        left = self._left[key.layer]
+        left.discard(key.expert)
+        if not left:
+            self._call[key.layer] += 1
+            calls = self.uses[key.layer]
+            self._left[key.layer] = set(calls[self._call[key.layer]]) if self._call[key.layer] < len(calls) else set()
+
+    def forgotten(self, key: ExpertKey) -> None:
+        """Neither does an eviction."""
+
+    def victim(self, candidates: Sequence[ExpertKey]) -> ExpertKey:
+        """The one used last or never again; ties go to the highest id."""
+
+        def next_use(key: ExpertKey) -> int:
+            begin, calls = self._call[key.layer], self.uses[key.layer]
+            if key.expert in self._left[key.layer]:
+                return begin
+            return next((i for i in range(begin + 1, len(calls)) if key.expert in calls[i]), len(calls))
+
+        return max(candidates, key=lambda key: (next_use(key), key))
+
+
+class LookaheadLRU(LRU):
+    """LRU among the experts that no current prediction wants, then among the wanted.
+
+    Source: MoE-SpeQ (arXiv 2511.14102), eviction aware of the lookahead buffer.
+
+    >>> policy = LookaheadLRU(); policy.bind(None)
+    >>> policy.victim([ExpertKey(0, 1), ExpertKey(0, 2)])
+    ExpertKey(layer=0, expert=1)
+    """
+
+    name = "lookahead-aware LRU"
+
+    def bind(self, view: DeviceView | None) -> None:
+        """Given by the pipeline: what is wanted."""
+        self._view = view
+
+    def victim(self, candidates: Sequence[ExpertKey]) -> ExpertKey:
+        """The least recent of the unwanted."""
+        unwanted = [key for key in candidates if self._view is None or not self._view.wanted(key)]
+        return super().victim(unwanted or candidates)
 
 
 class LFU:

@@ -1,13 +1,13 @@
-"""Hands experts to a layer's loop: from a bank that is wholly on the device, or from slots filled over the link."""
+"""Runs a layer's experts: from a bank that is wholly on the device, from slots filled over the link, or on the host."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-
-from torch import Tensor
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Protocol
 
 from specter_lab.offload.prefetcher import Prefetcher
-from specter_lab.pieces import ExpertStore, Machine
+from specter_lab.pieces import Compute, ExpertStore, Machine
 from specter_lab.records import ExpertKey, LayerCall, Prediction
 
 
@@ -17,19 +17,28 @@ class ResidentServer:
     def __init__(self, bank: ExpertStore, machine: Machine, lane: str, step: int) -> None:
         self.bank, self.machine, self.lane, self.step = bank, machine, lane, step
 
-    def serve(self, call: LayerCall) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
+    def serve(self, call: LayerCall, compute: Compute) -> None:
         """Each needed expert in id order."""
-        rows = call.experts.shape[0]
-        self.machine.compute(self.lane, "attention", step=self.step, layer=call.layer, tokens=rows)
+        self.machine.compute(self.lane, "attention", step=self.step, layer=call.layer, tokens=call.experts.shape[0])
         for expert in call.needed:
-            yield expert, self.bank.own_weights(ExpertKey(call.layer, expert))
+            compute(expert, self.bank.own_weights(ExpertKey(call.layer, expert)))
         self.machine.compute(self.lane, "expert", step=self.step, layer=call.layer, tokens=sum(call.rows), experts=len(call.needed))
+
+
+class MissSplit(Protocol):
+    """Decides which of a layer's missing experts the host computes instead of the link fetching them."""
+
+    name: str
+
+    def on_host(self, missing: dict[ExpertKey, int], sizes: Callable[[ExpertKey], int], machine: Machine) -> set[ExpertKey]:
+        """A subset of ``missing`` (key -> rows that use it, in id order)."""
 
 
 class OffloadServer:
     """Serves a pass of the target: residents first, missing experts while those compute, each fetched at most once.
 
-    More needed experts than slots run in waves: a used expert's slot is free for the next.
+    More needed experts than slots run in waves: a used expert's slot is free for the next. With a ``split``, some of
+    the missing run on the host beside the device.
     """
 
     def __init__(
@@ -39,40 +48,59 @@ class OffloadServer:
         step: int,
         position: int,
         predict: Callable[[LayerCall], Iterable[Prediction]],
+        split: MissSplit | None = None,
     ) -> None:
-        self.prefetcher, self.machine = prefetcher, machine
+        self.prefetcher, self.machine, self.split = prefetcher, machine, split
         self.step, self.position, self.predict = step, position, predict
+        self.needed: dict[ExpertKey, int] = {}
 
-    def serve(self, call: LayerCall) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
-        """Each needed expert as soon as it is resident; it can't be evicted until the next is asked for."""
-        machine, prefetcher, residency = self.machine, self.prefetcher, self.prefetcher.residency
+    def serve(self, call: LayerCall, compute: Compute) -> None:
+        """Each needed expert as soon as it is resident; it can't be evicted while it computes."""
+        machine, prefetcher = self.machine, self.prefetcher
         machine.compute("target", "attention", step=self.step, layer=call.layer, tokens=call.experts.shape[0])
+        pending = {ExpertKey(call.layer, e): rows for e, rows in zip(call.needed, call.rows, strict=True)}
+        self.needed |= pending
         with machine.lock:
-            prefetcher.open(self.step, self.position, call)
+            hosted = self._hosted(pending)
+            prefetcher.open(self.step, self.position, call, hosted)
             if prefetcher.waiting:
                 machine.notify()
+        for key in sorted(hosted):
+            work = partial(compute, key.expert, prefetcher.store.own_weights(key))
+            machine.on_host(key, prefetcher.store.blob_bytes(key.layer), work, step=self.step, tokens=pending.pop(key))
         predictions = list(self.predict(call))
         if predictions:
             with machine.lock:
                 prefetcher.want(predictions)
                 machine.notify()
-        pending = {ExpertKey(call.layer, e): rows for e, rows in zip(call.needed, call.rows, strict=True)}
         while pending:
-            with machine.lock:
-                key = prefetcher.ready(pending)
-                if key is None:
-                    awaited, request_id = prefetcher.first_to_come(pending)
-                else:
-                    weights = residency.acquire(key)
-                    request_id = residency.request_of(key)
+            self._serve_one(pending, compute)
+        if hosted:
+            machine.join_host(step=self.step, layer=call.layer)
+
+    def _hosted(self, pending: dict[ExpertKey, int]) -> set[ExpertKey]:
+        if self.split is None:
+            return set()
+        missing = {key: rows for key, rows in pending.items() if self.prefetcher.absent(key)}
+        return self.split.on_host(missing, lambda key: self.prefetcher.store.blob_bytes(key.layer), self.machine) if missing else set()
+
+    def _serve_one(self, pending: dict[ExpertKey, int], compute: Compute) -> None:
+        machine, prefetcher, residency = self.machine, self.prefetcher, self.prefetcher.residency
+        with machine.lock:
+            key = prefetcher.ready(pending)
             if key is None:
-                machine.wait(awaited, request_id, step=self.step)
-                continue
-            machine.trace.use(request_id)
-            yield key.expert, weights
-            rows = pending.pop(key)
-            machine.compute("target", "expert", step=self.step, layer=key.layer, expert=key.expert, tokens=rows, request_id=request_id)
-            with machine.lock:
-                prefetcher.done(key)
-                if prefetcher.waiting:  # waking the link for nothing costs the compute thread
-                    machine.notify()
+                awaited, request_id = prefetcher.first_to_come(pending)
+            else:
+                weights, request_id = residency.acquire(key), residency.request_of(key)
+        if key is None:
+            machine.wait(awaited, request_id, step=self.step)
+            return
+        machine.trace.use(request_id)
+        compute(key.expert, weights)
+        machine.compute(
+            "target", "expert", step=self.step, layer=key.layer, expert=key.expert, tokens=pending.pop(key), request_id=request_id
+        )
+        with machine.lock:
+            prefetcher.done(key)
+            if prefetcher.waiting:  # waking the link for nothing costs the compute thread
+                machine.notify()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from specter_lab.quantize.bankfile import read_bank, write_bank
 from specter_lab.quantize.formats import Format, format_named
-from specter_lab.quantize.layer import PackedLayer, pack_layer
+from specter_lab.quantize.layer import PackedLayer, outline_layer, pack_expert, pack_layer
 from specter_lab.quantize.layout import Wrapped
 from specter_lab.quantize.report import bytes_report, format_of
 from specter_lab.quantize.source import ExpertSource
@@ -57,16 +58,8 @@ class ExpertBank:
             format = format_named(format)
         if source.layers < 1:
             raise ValueError("A bank needs at least one MoE layer; the source has none: is this a mixture-of-experts model?")
-        bar = None
-        if progress:
-            from tqdm.auto import tqdm
-
-            bar = tqdm(total=sum(source.experts(layer) for layer in range(source.layers)), desc=f"packing {format.name}", unit="expert")
-        try:
-            packed = [pack_layer(source, layer, format, bar.update if bar is not None else lambda: None) for layer in range(source.layers)]
-        finally:
-            if bar is not None:
-                bar.close()
+        with _bar(source, format, progress) as done:
+            packed = [pack_layer(source, layer, format, done) for layer in range(source.layers)]
         bank = cls(format, packed)
         if format.quantises and not bank._formats():
             names = ", ".join(packed[0].layout.fields)
@@ -86,6 +79,10 @@ class ExpertBank:
         if len(formats) != 1:
             raise ValueError(f"Joined banks must share one format; got {', '.join(sorted(formats)) or 'no banks'}: pack them alike")
         return cls(banks[0].format, [layer for bank in banks for layer in bank._layers])
+
+    def split(self) -> list[ExpertBank]:
+        """A bank for each layer, over the same bytes: the opposite of ``join``."""
+        return [ExpertBank(self.format, [layer]) for layer in self._layers]
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
@@ -165,18 +162,50 @@ class ExpertBank:
         ``fingerprint``: JSON that says what the bank belongs to, such as the model's name; ``load`` compares it.
         """
         plain = [layer.mapped(portable) for layer in self._layers]
-        group_size = getattr(self.format, "group_size", None)
-        header = {"format": {"name": self.format.name, "group_size": group_size}, "layers": [layer.to_json() for layer in plain]}
-        write_bank(folder, header, [layer.blobs.cpu() for layer in plain], fingerprint or {})
+        pieces = (((len(layer.blobs), layer.layout.nbytes), [layer.blobs.cpu()]) for layer in plain)
+        write_bank(folder, _header(self.format, plain), list(pieces), fingerprint or {})
 
     @classmethod
-    def load(cls, folder: str | os.PathLike[str], fingerprint: Mapping[str, Any] | None = None) -> ExpertBank:
+    def pack_to(
+        cls,
+        folder: str | os.PathLike[str],
+        source: ExpertSource,
+        format: Format | str,
+        fingerprint: Mapping[str, Any] | None = None,
+        progress: bool = False,
+    ) -> None:
+        """``pack`` and ``save`` in one, for a bank that memory needn't hold: an expert at a time goes to the file.
+
+        For formats that don't quantise (ValueError): a quantised bank is small, and its file comes from another layout.
+        """
+        format = format_named(format) if isinstance(format, str) else format
+        if format.quantises:
+            raise ValueError(f"Only a bank that isn't quantised is packed to a file; got {format.name}: use pack, then save")
+        outlines = [outline_layer(source, layer, format) for layer in range(source.layers)]
+        with _bar(source, format, progress) as done:
+
+            def pieces(layer: int, outline: PackedLayer) -> Iterator[Tensor]:
+                blob = torch.zeros(outline.layout.nbytes, dtype=torch.uint8)
+                for expert in range(len(outline.blobs)):
+                    outline.layout.write(pack_expert(source, ExpertKey(layer, expert), format), blob)
+                    yield blob
+                    done()
+
+            layers = [((len(outline.blobs), outline.layout.nbytes), pieces(i, outline)) for i, outline in enumerate(outlines)]
+            write_bank(folder, _header(format, outlines), layers, fingerprint or {})
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str], fingerprint: Mapping[str, Any] | None = None, *, mapped: bool = False) -> ExpertBank:
         """The bank that ``save`` wrote, packed for this CPU: ``F.linear`` gives the same bits on the same machine.
 
-        ValueError if the file is missing, broken or changed, of another version, or if ``fingerprint`` is given and
-        differs (it names the entries).
+        ``mapped`` leaves the experts in the file: the system reads a blob when it is touched, keeps it while memory
+        lasts, and nothing is checked but the header. Writing to such a blob ends the process.
+        ValueError if the file is missing, broken or changed, of another version, if ``fingerprint`` is given and
+        differs (it names the entries), or if a quantised bank is to be mapped.
         """
-        header, stored = read_bank(folder, fingerprint)
+        header, stored = read_bank(folder, fingerprint, mapped=mapped)
+        if mapped and format_named(**header["format"]).quantises:
+            raise ValueError(f"Only a bank that isn't quantised can be mapped; that in {folder} is {header['format']['name']}: load it")
         layers = []
         for i, (data, rows) in enumerate(zip(header["layers"], stored, strict=True)):
             layer = PackedLayer.from_json(data, rows)
@@ -200,6 +229,23 @@ class ExpertBank:
 
         table = self.report().reset_index().to_html(index=False, float_format="{:.2f}".format, na_rep="", border=0)
         return f"<div>{escape(repr(self))}</div>{table}"
+
+
+def _header(format: Format, layers: Sequence[PackedLayer]) -> dict[str, Any]:
+    group_size = getattr(format, "group_size", None)
+    return {"format": {"name": format.name, "group_size": group_size}, "layers": [layer.to_json() for layer in layers]}
+
+
+@contextmanager
+def _bar(source: ExpertSource, format: Format, progress: bool) -> Iterator[Callable[[], Any]]:
+    """What to call after each expert."""
+    if not progress:
+        yield lambda: None
+        return
+    from tqdm.auto import tqdm
+
+    with tqdm(total=sum(source.experts(layer) for layer in range(source.layers)), desc=f"packing {format.name}", unit="expert") as bar:
+        yield bar.update
 
 
 def _readable(size: float) -> str:

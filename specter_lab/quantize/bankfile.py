@@ -5,52 +5,94 @@ One file instead of two, since replacing one file is atomic: a crash leaves the 
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+import mmap
 import os
+import struct
+import warnings
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 FILE = "bank.safetensors"
 VERSION = 1
 _KEY = "specter_lab"
+_PAGE = 4096  # the bytes of the layers start on a page: mapped, they are as aligned as in memory
 
 
-def write_bank(folder: str | os.PathLike[str], header: Mapping[str, Any], layers: list[Tensor], fingerprint: Mapping[str, Any]) -> None:
-    """Write ``folder``/bank.safetensors: ``layers`` (CPU, uint8) and a JSON header. An old file stays until the new one is whole.
+def write_bank(
+    folder: str | os.PathLike[str],
+    header: Mapping[str, Any],
+    layers: Sequence[tuple[tuple[int, int], Iterable[Tensor]]],
+    fingerprint: Mapping[str, Any],
+) -> None:
+    """Write ``folder``/bank.safetensors: a JSON header and layers. An old file stays until the new one is whole.
 
-    Raises TypeError if the fingerprint isn't JSON.
+    A layer is its shape (experts, bytes) and pieces (CPU, uint8) that fill it one after the other: they are asked for
+    one by one, so the bank needn't be in memory. Raises TypeError if the fingerprint isn't JSON.
 
     >>> import tempfile
-    >>> write_bank(tempfile.mkdtemp(), {}, [torch.zeros(1, 64, dtype=torch.uint8)], {})
+    >>> write_bank(tempfile.mkdtemp(), {}, [((2, 64), [torch.zeros(64, dtype=torch.uint8)] * 2)], {})
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    shapes = [shape for shape, _ in layers]
     try:
-        text = json.dumps({"version": VERSION, "fingerprint": fingerprint, "crc32": [_checksum(rows) for rows in layers], **header})
+        room = len(_file_header(header, fingerprint, shapes, [2**32 - 1] * len(layers)))  # sums have at most these digits
     except TypeError as error:
         raise TypeError(f"A fingerprint must be JSON (strings, numbers, lists, dicts); {error}: turn it into a string") from error
+    room += -room % _PAGE
     temporary = folder / f"{FILE}.{os.getpid()}.tmp"
     try:
-        save_file(
-            {f"layer.{i}": rows for i, rows in enumerate(layers)}, temporary, metadata={_KEY: text, "crc32": str(zlib.crc32(text.encode()))}
-        )
-        with open(temporary, "rb+") as file:
+        with open(temporary, "wb") as file:
+            file.write(bytes(room))
+            sums = [_write_pieces(file, math.prod(shape), pieces) for shape, pieces in layers]
+            file.seek(0)
+            file.write(_file_header(header, fingerprint, shapes, sums, room))
+            file.flush()
             os.fsync(file.fileno())  # else a power cut could leave the new name on bytes that never reached the disk
         os.replace(temporary, folder / FILE)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def read_bank(folder: str | os.PathLike[str], fingerprint: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], Iterator[Tensor]]:
+def _file_header(
+    header: Mapping[str, Any], fingerprint: Mapping[str, Any], shapes: Sequence[tuple[int, int]], sums: list[int], room: int = 0
+) -> bytes:
+    """The start of a safetensors file, spaces up to ``room`` bytes included."""
+    text = json.dumps({"version": VERSION, "fingerprint": fingerprint, "crc32": sums, **header})
+    entries: dict[str, Any] = {"__metadata__": {_KEY: text, "crc32": str(zlib.crc32(text.encode()))}}
+    ends = [0, *itertools.accumulate(math.prod(shape) for shape in shapes)]
+    for i, shape in enumerate(shapes):
+        entries[f"layer.{i}"] = {"dtype": "U8", "shape": list(shape), "data_offsets": ends[i : i + 2]}
+    data = json.dumps(entries).encode().ljust(room - 8)
+    return struct.pack("<Q", len(data)) + data
+
+
+def _write_pieces(file: BinaryIO, size: int, pieces: Iterable[Tensor]) -> int:
+    """Their checksum, once they are written."""
+    written = checksum = 0
+    for piece in pieces:
+        data = piece.numpy().data
+        written, checksum = written + file.write(data), zlib.crc32(data, checksum)
+    if written != size:
+        raise ValueError(f"A layer's pieces must fill it; {written} bytes came for {size}: give each expert once")
+    return checksum
+
+
+def read_bank(
+    folder: str | os.PathLike[str], fingerprint: Mapping[str, Any] | None = None, *, mapped: bool = False
+) -> tuple[dict[str, Any], Iterator[Tensor]]:
     """The header of ``folder``/bank.safetensors, and its layers one after the other (their sizes aren't checked).
 
+    ``mapped`` layers stay in the file: a byte is read when it is touched, is never checked, and can't be written.
     ValueError names what is wrong: no such file, not whole, another version, another fingerprint (which entries),
     layers missing or too many, changed bytes (when that layer is read).
 
@@ -80,7 +122,7 @@ def read_bank(folder: str | os.PathLike[str], fingerprint: Mapping[str, Any] | N
     if names != wanted:
         missing, extra = ", ".join(sorted(wanted - names)) or "none", ", ".join(sorted(names - wanted)) or "none"
         raise ValueError(f"{path} must hold one tensor a layer; missing: {missing}; extra: {extra}: {_AGAIN}")
-    return header, _layers(path, header["crc32"])
+    return header, _mapped(path, len(wanted)) if mapped else _layers(path, header["crc32"])
 
 
 _AGAIN = "pack the bank again and save it anew"
@@ -94,6 +136,20 @@ def _layers(path: Path, checksums: list[int]) -> Iterator[Tensor]:
             if rows.dtype != torch.uint8 or _checksum(rows) != checksum:
                 raise ValueError(f"{path} must hold the bytes that were saved; those of layer {i} have changed: {_AGAIN}")
             yield rows
+
+
+def _mapped(path: Path, count: int) -> Iterator[Tensor]:
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        entries = json.loads(file.read(length))
+        # read-only: a private writable mapping would be charged as memory, and refused for a file larger than it
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*buffer is not writable")  # nobody writes to a store
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+    for i in range(count):
+        start, end = entries[f"layer.{i}"]["data_offsets"]
+        yield whole[8 + length + start : 8 + length + end].view(entries[f"layer.{i}"]["shape"])
 
 
 def _checksum(rows: Tensor) -> int:

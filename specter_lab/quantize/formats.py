@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specter_lab.quantize.exact import holds_exactly
+from specter_lab.quantize.mxfp4 import Mxfp4
 from specter_lab.quantize.plain import PlainQBitsTensor
 from specter_lab.quantize.tinygemm import fast
 from specter_lab.quantize.unpack import use_plain_unpack
@@ -163,13 +164,15 @@ class Quanto:
 def format_named(name: str, group_size: int | None = None) -> Format:
     """The format called ``name``: "bfloat16", "float16", "float32", "qint8", "qint4", "qint2" or "qfloat8".
 
-    Raises ValueError, with the nearest name, for any other.
+    "mxfp4" is that of a bank which keeps a checkpoint's packed weights. Raises ValueError, with the nearest name, for any other.
 
     >>> format_named("qint4", group_size=64)
     Quanto(name='qint4', group_size=64)
     """
     if name in _BITS:
         return Quanto(name, group_size)
+    if name == Mxfp4.name:
+        return Mxfp4()
     if name not in _DTYPES:
         raise ValueError(_unknown(name, [*_DTYPES, *_BITS]))
     if group_size is not None:

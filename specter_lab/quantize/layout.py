@@ -13,6 +13,7 @@ from optimum.quanto.tensor.packed import PackedTensor
 from optimum.quanto.tensor.weights.tinygemm import TinyGemmPackedTensor, TinyGemmWeightQBitsTensor
 from torch import Tensor
 
+from specter_lab.quantize.mxfp4 import Mxfp4Tensor
 from specter_lab.quantize.plain import PlainQBitsTensor
 from specter_lab.quantize.unpack import use_plain_unpack
 
@@ -20,7 +21,7 @@ ALIGNMENT = 64
 """Every inner tensor starts at a multiple of this many bytes: a cache line, and enough for any kernel."""
 
 _TINYGEMM = (TinyGemmWeightQBitsTensor, TinyGemmPackedTensor)
-_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (WeightQBytesTensor, PlainQBitsTensor, PackedTensor, *_TINYGEMM)}
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (WeightQBytesTensor, PlainQBitsTensor, PackedTensor, Mxfp4Tensor, *_TINYGEMM)}
 
 
 @dataclass(frozen=True)

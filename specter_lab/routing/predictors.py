@@ -11,7 +11,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from specter_lab.records import DraftToken, ExpertKey, LayerCall, Prediction
+from specter_lab.pieces import DeviceView
+from specter_lab.records import DraftToken, ExpertKey, LayerCall, Prediction, Routing
 
 
 class NoPrediction:
@@ -37,6 +38,16 @@ class NoPrediction:
 
     def learn(self, step: int, predicted: Mapping[ExpertKey, Prediction], needed: Mapping[ExpertKey, int]) -> None:
         """Nothing."""
+
+
+def routing_of(token: DraftToken) -> Routing:
+    """The routing a draft token carries; ``ValueError`` for a drafter that has none."""
+    if token.routing is None:
+        raise ValueError(
+            "Draft lookahead reads the draft's routing; this draft token carries none. "
+            "Use a drafter with experts (SelfDrafter), or another predictor (NextLayerGate, NoPrediction)."
+        )
+    return token.routing
 
 
 class DraftLookahead(NoPrediction):
@@ -70,15 +81,10 @@ class DraftLookahead(NoPrediction):
 
     def drafted(self, step: int, token: DraftToken, horizon: int) -> Iterable[Prediction]:
         """The draft's experts of every layer, for the token's own position."""
-        if token.routing is None:
-            raise ValueError(
-                "Draft lookahead reads the draft's routing; this draft token carries none. "
-                "Use a drafter with experts (SelfDrafter), or another predictor (NextLayerGate, NoPrediction)."
-            )
         odds = self.probability(horizon)
         return [
             Prediction(step, token.position, ExpertKey(layer, expert), odds, horizon)
-            for layer, experts in enumerate(token.routing.experts)
+            for layer, experts in enumerate(routing_of(token).experts)
             for expert in experts[0].tolist()
         ]
 
@@ -87,6 +93,46 @@ class DraftLookahead(NoPrediction):
         for key, prediction in predicted.items():
             self._tried[prediction.horizon] += 1
             self._came_true[prediction.horizon] += key in needed
+
+
+class CutoffLookahead(DraftLookahead):
+    """Draft lookahead for the first layers only: as many as the link can fetch while the draft computes.
+
+    The largest L with L x experts_per_token x copy time <= time of a draft step, at least 1 (the memory bound of the paper is
+    the slots'). A self-draft's own routing of layer l *is* the target's gate l applied to the draft's attention output,
+    since both share router and attention.
+
+    Source: SP-MoE (arXiv 2510.10302), cutoff layer. Differs: the time of a draft step is a moving average.
+
+    >>> CutoffLookahead().name
+    'cutoff lookahead'
+    """
+
+    name = "cutoff lookahead"
+
+    def __init__(self, first_draft_us: float = 1000.0) -> None:
+        super().__init__()
+        self.draft_us = first_draft_us
+        self.view: DeviceView | None = None
+
+    def bind(self, view: DeviceView) -> None:
+        """Given by the pipeline: the link's rate and the time."""
+        self.view = view
+
+    def step_begins(self, step: int, position: int, length: int) -> Iterable[Prediction]:
+        """Nothing is predicted before drafting."""
+        assert self.view is not None, "a pipeline binds its pieces"
+        self._last_us = self.view.now_us()
+        return ()
+
+    def drafted(self, step: int, token: DraftToken, horizon: int) -> Iterable[Prediction]:
+        """The draft's experts of the layers before the cutoff."""
+        assert self.view is not None
+        now = self.view.now_us()
+        self.draft_us, self._last_us = 0.75 * self.draft_us + 0.25 * (now - self._last_us), now
+        width = routing_of(token).experts[0].shape[1]
+        cutoff = max(1, int(self.draft_us * self.view.link_rate() / (width * self.view.blob_bytes(0))))
+        return [p for p in super().drafted(step, token, horizon) if p.key.layer < cutoff]
 
 
 class Routers(Protocol):
@@ -118,7 +164,7 @@ class NextLayerGate(NoPrediction):
     def layer_called(self, step: int, position: int, call: LayerCall) -> Iterable[Prediction]:
         """The next layer's choice for every row of this pass."""
         following = call.layer + 1
-        if following >= self.routers.layers or call.hidden is None:
+        if following >= self.routers.layers:
             return ()
         experts = self.routers.route(following, call.hidden)
         return [

@@ -124,13 +124,13 @@ def test_a_wrong_size_is_named(saved: Path) -> None:
 
 
 def test_an_error_while_saving_leaves_the_old_file(saved: Path, make_source: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(tensors: dict, path: Path, metadata: dict) -> None:
-        path.write_bytes(b"half of it")
+    def full(file: int) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(bankfile, "save_file", full)
+    monkeypatch.setattr(bankfile.os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
         ExpertBank.pack(make_source(), "qint8").save(saved)
+    monkeypatch.undo()
     assert os.listdir(saved) == [bankfile.FILE]
     assert ExpertBank.load(saved).name == "qint4 group 128/64/16"
 

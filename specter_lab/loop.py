@@ -1,0 +1,164 @@
+"""The one loop: draft -> predict -> prefetch -> verify -> commit. A text, decoded or replayed, goes through it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from specter_lab.offload.prefetcher import Prefetcher
+from specter_lab.offload.residency import Residency
+from specter_lab.offload.server import MissSplit, OffloadServer
+from specter_lab.pieces import Drafter, DraftLength, EvictionPolicy, ExpertStore, Machine, Predictor
+from specter_lab.records import DraftToken, ExpertKey, LayerCall, Prediction
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What a pass added: ``tokens`` committed, ``accepted`` drafts among what was verified, and whether the text ends.
+
+    >>> Committed(tokens=3, accepted=2, finished=False).tokens
+    3
+    """
+
+    tokens: int
+    accepted: int
+    finished: bool
+
+
+class Text(Protocol):
+    """The text that grows: a model decoding (``decoding.py``), or a recorded or synthetic one replayed (``replay.py``)."""
+
+    @property
+    def position(self) -> int:
+        """The last committed token's place: the first row of the coming pass."""
+
+    def left(self) -> int:
+        """How many tokens may still come."""
+
+    def prefill(self, server: OffloadServer) -> Committed:
+        """The prompt through the target; commits the first token."""
+
+    def draft(self, step: int, length: int) -> Iterator[DraftToken]:
+        """Propose at most ``length`` tokens, one at a time."""
+
+    def verify(self, step: int, drafted: Sequence[DraftToken], server: OffloadServer) -> Committed:
+        """One pass of the target over the last committed token and the drafts; commits what holds."""
+
+
+class Assembly:
+    """Pieces put together around one store, one machine and one set of slots.
+
+    ``barrier``: verification starts once all planned copies have arrived. ``split``: which misses the host computes.
+    """
+
+    def __init__(
+        self,
+        store: ExpertStore,
+        slots: Sequence[int],
+        machine: Machine,
+        *,
+        drafter: Drafter | None,
+        predictor: Predictor,
+        eviction: EvictionPolicy,
+        draft_length: DraftLength,
+        barrier: bool = False,
+        split: MissSplit | None = None,
+        poison: bool = False,
+        device: str = "cpu",
+    ) -> None:
+        self.machine, self.drafter, self.predictor = machine, drafter, predictor
+        self.eviction, self.draft_length, self.barrier, self.split = eviction, draft_length, barrier, split
+        self.residency = Residency(store, slots, eviction, poison=poison, device=device)
+        self.prefetcher = Prefetcher(store, self.residency, machine)
+        for piece in (predictor, eviction, draft_length):
+            if hasattr(piece, "bind"):
+                piece.bind(self.prefetcher)
+
+    def start(self, *, warm: bool) -> None:
+        """Time 0, with empty slots unless ``warm``."""
+        if not warm:
+            self.reset()
+        self.residency.new_request()
+        self.prefetcher.reset()
+        for piece in (self.predictor, self.draft_length):
+            if hasattr(piece, "new_request"):
+                piece.new_request()
+        self.machine.start(self.prefetcher)
+
+    def reset(self) -> None:
+        """Empty every slot and queue."""
+        self.prefetcher.reset()
+        self.residency.forget_all()
+
+    def run(self, text: Text) -> None:
+        """Decode (or replay) the whole text."""
+        step = 0
+        committed = text.prefill(self._server(step, 0, {}))
+        self._commit(step, text.position, committed, drafted=[])
+        while not committed.finished:
+            step += 1
+            position = text.position
+            predicted: dict[ExpertKey, Prediction] = {}
+            drafted = self._draft(text, step, position, predicted)
+            if self.barrier:
+                self._wait_for_plan(step)
+            server = self._server(step, position, predicted)
+            committed = text.verify(step, drafted, server)
+            self.predictor.learn(step, predicted, server.needed)
+            self.draft_length.learn(len(drafted), committed.accepted)
+            if self.drafter is not None:
+                self.drafter.learn(drafted, committed.accepted)
+            self._commit(step, text.position, committed, drafted)
+
+    def _draft(self, text: Text, step: int, position: int, predicted: dict[ExpertKey, Prediction]) -> list[DraftToken]:
+        """Draft, predicting and prefetching after each token."""
+        length = self.draft_length.choose(step, text.left() - 1) if self.drafter is not None else 0
+        self._want(self.predictor.step_begins(step, position, length), predicted)
+        drafted: list[DraftToken] = []
+        for token in text.draft(step, length) if length > 0 else ():
+            self._want(self.predictor.drafted(step, token, horizon=len(drafted)), predicted)
+            self.machine.compute("draft", "plan", step=step)
+            drafted.append(token)
+        self.machine.mark("draft_length", step=step, position=position, value=len(drafted))
+        return drafted
+
+    def _server(self, step: int, position: int, predicted: dict[ExpertKey, Prediction]) -> OffloadServer:
+        def predict(call: LayerCall) -> list[Prediction]:
+            return _noted(self.predictor.layer_called(step, position, call), predicted)
+
+        return OffloadServer(self.prefetcher, self.machine, step, position, predict, self.split)
+
+    def _want(self, predictions: Iterable[Prediction], predicted: dict[ExpertKey, Prediction]) -> None:
+        noted = _noted(predictions, predicted)
+        if noted:
+            with self.machine.lock:
+                self.prefetcher.want(noted)
+                self.machine.notify()
+
+    def _wait_for_plan(self, step: int) -> None:
+        while True:
+            with self.machine.lock:
+                self.machine.notify()
+                planned = self.prefetcher.planned
+            if planned is None:
+                return
+            self.machine.wait(*planned, step=step)
+
+    def _commit(self, step: int, position: int, committed: Committed, drafted: Sequence[DraftToken]) -> None:
+        """Requests of decided tokens go; the commit is stamped."""
+        with self.machine.lock:
+            self.prefetcher.cancel(step, "decided")
+        self.machine.compute("target", "plan", step=step)
+        accepted = min(committed.accepted, committed.tokens, len(drafted))
+        self.machine.mark(
+            "commit", step=step, position=position, tokens=committed.tokens, value=accepted, outcome="step" if step else "first"
+        )
+
+
+def _noted(predictions: Iterable[Prediction], predicted: dict[ExpertKey, Prediction]) -> list[Prediction]:
+    """The predictions as a list, each first one of an expert kept in ``predicted``."""
+    listed = list(predictions)
+    for prediction in listed:
+        predicted.setdefault(prediction.key, prediction)
+    return listed

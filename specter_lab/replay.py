@@ -1,0 +1,185 @@
+"""Replaying a text without weights: the same loop and pieces over recorded or synthetic routing.
+
+Semantics. One call of a layer is one *event*: all experts that its rows need are judged together (hit, late, miss)
+before any of them is admitted. Experts of a call are served residents first, then in the order of arrival; ties go to
+the lower id everywhere. A rejected draft's row is routed like a token that isn't in the text, and counts as needed. A
+replay starts cold unless ``warm``, its prefill is step 0, and figures per token are of what follows, so warm-up and
+prompt don't leak into them.
+
+Source: on what replay semantics change, arXiv 2608.07911.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specter_lab.loop import Committed
+from specter_lab.offload.server import OffloadServer
+from specter_lab.pieces import Machine
+from specter_lab.records import DraftToken, ExpertKey, Geometry, LayerCall, Routing
+
+
+class ReplayableText(Protocol):
+    """Routing of a whole text, and of what a draft would have done at each position.
+
+    Arrays of expert ids have the shape (layers, experts_per_token); ``horizon`` counts drafted tokens before.
+    """
+
+    experts: np.ndarray
+    """(tokens, layers, experts_per_token): the target's routing of the text."""
+
+    def draft_experts(self, position: int, horizon: int) -> np.ndarray:
+        """The draft's routing of the token at ``position``."""
+
+    def accepted(self, position: int, horizon: int) -> bool:
+        """Whether the token drafted from ``position`` would hold."""
+
+    def wrong_experts(self, position: int, horizon: int) -> np.ndarray:
+        """The target's routing of a token at ``position`` that isn't the text's own."""
+
+    def gate_experts(self, position: int) -> np.ndarray:
+        """What each layer's router says of the layer before's input (row 0 is unused)."""
+
+
+class ShapeStore:
+    """Experts without bytes: ``sizes[layer]`` each, nothing is allocated or copied.
+
+    >>> ShapeStore(experts=(8, 8), sizes=(1000, 1000)).blob_bytes(1)
+    1000
+    """
+
+    def __init__(self, experts: Sequence[int], sizes: Sequence[int], name: str = "shapes only") -> None:
+        self._experts, self._sizes, self.name = tuple(experts), tuple(sizes), name
+
+    @property
+    def layers(self) -> int:
+        """Number of MoE layers."""
+        return len(self._experts)
+
+    @property
+    def nbytes(self) -> int:
+        """What all experts would take."""
+        return sum(n * size for n, size in zip(self._experts, self._sizes, strict=True))
+
+    def experts(self, layer: int) -> int:
+        """Number of experts of that layer."""
+        return self._experts[layer]
+
+    def blob_bytes(self, layer: int) -> int:
+        """Size of one expert."""
+        return self._sizes[layer]
+
+    def blob(self, key: ExpertKey) -> None:
+        """No bytes."""
+
+    def weights(self, layer: int, blob: Tensor | None) -> dict[str, Tensor]:
+        """No tensors."""
+        return {}
+
+    def own_weights(self, key: ExpertKey) -> dict[str, Tensor]:
+        """No tensors."""
+        return {}
+
+
+class ReplayTarget:
+    """Stands for a model in a pipeline that replays: its shape, and routers that answer from the text at hand.
+
+    >>> import specter_lab as sl
+    >>> geometry = sl.load_moe("tiny-moe").geometry
+    >>> target = ReplayTarget(geometry)
+    >>> target.quantize("qint4").nbytes < target.store.nbytes
+    True
+    """
+
+    def __init__(self, geometry: Geometry, name: str = "") -> None:
+        self.geometry, self.name = geometry, name or geometry.model_type
+        self.layers = geometry.layers
+        self.store = ShapeStore(geometry.experts, geometry.expert_bytes, "bfloat16 (shapes only)")
+        self.dtype, self.device = torch.bfloat16, "meta"
+        self.text: ReplayableText | None = None
+
+    def quantize(self, format: str = "qint4") -> ShapeStore:
+        """A draft bank's sizes: codes, and for each group of 128 (rows for 8 bits) a scale and a shift of 2 bytes."""
+        bits = {"qint8": 8.125, "qint4": 4.25, "qint2": 2.25, "qfloat8": 8.125}
+        if format not in bits:
+            raise ValueError(f"A draft format is one of {', '.join(bits)}; got {format!r}. Give one of them.")
+        sizes = [int(size * bits[format] / 16) for size in self.geometry.expert_bytes]
+        return ShapeStore(self.geometry.experts, sizes, f"{format} (shapes only)")
+
+    def route(self, layer: int, hidden: Tensor) -> Tensor:
+        """What that layer's router would have said one layer early; ``hidden`` holds the rows' places in the text."""
+        assert self.text is not None
+        return torch.from_numpy(np.stack([self.text.gate_experts(place)[layer] for place in hidden.tolist()]))
+
+    def lease(self) -> None:
+        """Nothing to attach."""
+
+    def release(self) -> None:
+        """Nothing to put back."""
+
+
+class Replayed:
+    """A ``Text`` that grows as recorded: ``prompt_tokens`` at once, then up to ``new_tokens``."""
+
+    def __init__(self, text: ReplayableText, machine: Machine, *, prompt_tokens: int, new_tokens: int) -> None:
+        most = len(text.experts) - prompt_tokens
+        if prompt_tokens < 1 or not 1 <= new_tokens <= most:
+            raise ValueError(
+                f"A replay needs a prompt and between 1 and {max(most, 0)} new tokens from a text of {len(text.experts)}; "
+                f"got {prompt_tokens} and {new_tokens}. Shorten them or sample a longer text."
+            )
+        self.text, self.machine = text, machine
+        self.prompt_tokens, self.end = prompt_tokens, prompt_tokens + new_tokens
+        self.committed = prompt_tokens
+
+    @property
+    def position(self) -> int:
+        """The last committed token's place."""
+        return self.committed - 1
+
+    def left(self) -> int:
+        """How many tokens may still come."""
+        return self.end - self.committed
+
+    def prefill(self, server: OffloadServer) -> Committed:
+        """The prompt's rows, then the first token."""
+        self._pass(self.text.experts[: self.prompt_tokens], 0, server)
+        self.committed += 1
+        return Committed(1, 0, finished=self.left() == 0)
+
+    def draft(self, step: int, length: int) -> Iterator[DraftToken]:
+        """One draft step a token, at the draft lane's cost."""
+        begin = self.position
+        for horizon in range(length):
+            experts = torch.from_numpy(np.ascontiguousarray(self.text.draft_experts(begin + horizon, horizon)))
+            for layer in range(experts.shape[0]):
+                self.machine.compute("draft", "attention", step=step, layer=layer, tokens=1)
+                self.machine.compute("draft", "expert", step=step, layer=layer, tokens=experts.shape[1], experts=experts.shape[1])
+            self.machine.compute("draft", "head", step=step, tokens=1)
+            yield DraftToken(-1, begin + horizon, routing=Routing(begin + horizon, tuple(experts[:, None].unbind()), ()))
+
+    def verify(self, step: int, drafted: Sequence[DraftToken], server: OffloadServer) -> Committed:
+        """Rows of accepted drafts are routed as in the text, those after the first rejection as other tokens."""
+        begin, n = self.position, len(drafted)
+        accepted = next((i for i in range(n) if not self.text.accepted(begin + i, i)), n)
+        rows = [self.text.experts[begin + i] for i in range(accepted + 1)]
+        rows += [self.text.wrong_experts(begin + i, i) for i in range(accepted + 1, n + 1)]
+        self._pass(np.stack(rows), begin, server)
+        kept = min(accepted + 1, self.left())
+        self.committed += kept
+        return Committed(kept, accepted, finished=self.left() == 0)
+
+    def _pass(self, rows: np.ndarray, begin: int, server: OffloadServer) -> None:
+        """(positions, layers, experts_per_token): one call a layer."""
+        places = torch.arange(begin, begin + len(rows)).clamp_max(len(self.text.experts) - 1)
+        for layer in range(rows.shape[1]):
+            picked = np.ascontiguousarray(rows[:, layer])
+            needed, counts = np.unique(picked, return_counts=True)
+            call = LayerCall(layer, torch.from_numpy(picked), None, places, tuple(needed.tolist()), tuple(counts.tolist()))
+            server.serve(call, lambda expert, tensors: None)
+        self.machine.compute("target", "head", step=server.step, tokens=len(rows))
