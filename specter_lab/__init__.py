@@ -6,10 +6,12 @@ machines. Assembled: ``Pipeline`` and ``baselines``. Looked at: ``compare``, ``p
 
 from importlib.metadata import PackageNotFoundError, version
 
-from specter_lab import baselines
+from specter_lab import baselines, experiments
 from specter_lab.bundled import Prompt, bundled_model, data_folder, load_prompts
+from specter_lab.calibration import calibrate, costs_of
+from specter_lab.comparison import Comparison, compare
 from specter_lab.doctor import DoctorReport, doctor
-from specter_lab.experiments import Comparison, compare
+from specter_lab.experiments import Experiment, ablate
 from specter_lab.generation import Generation
 from specter_lab.machines.simulated import CostTable, LaneCosts, SimulatedMachine
 from specter_lab.machines.throttled import ThrottledMachine
@@ -18,7 +20,8 @@ from specter_lab.models import MoE, load_moe
 from specter_lab.observe.export import save_chrome_trace, to_chrome_trace
 from specter_lab.observe.metrics import prediction_scores, summarize
 from specter_lab.observe.trace import Trace
-from specter_lab.offload.eviction import LFU, LRU
+from specter_lab.offload.eviction import LFU, LRU, ClairvoyantEviction, LookaheadLRU
+from specter_lab.offload.misses import AlwaysHost, SplitByFinish
 from specter_lab.pipeline import Pipeline
 from specter_lab.plots.html import save_html
 from specter_lab.plots.style import describe_colours
@@ -36,11 +39,15 @@ from specter_lab.records import (
     Transfer,
     Verification,
 )
+from specter_lab.replay import ReplayTarget, ShapeStore
+from specter_lab.routing.activation import ActivationAware
+from specter_lab.routing.chunked import ChunkedLookahead
 from specter_lab.routing.log import RoutingLog
-from specter_lab.routing.predictors import DraftLookahead, NextLayerGate, NoPrediction, Oracle
+from specter_lab.routing.predictors import CutoffLookahead, DraftLookahead, NextLayerGate, NoPrediction, Oracle
 from specter_lab.routing.recorder import RouterRecorder
 from specter_lab.speculate.draft_length import FixedLength, HeuristicLength
 from specter_lab.speculate.drafters import PromptLookupDrafter, SelfDrafter
+from specter_lab.speculate.governor import Governor
 from specter_lab.speculate.verification import verify_greedy, verify_sampled
 
 try:
@@ -51,22 +58,30 @@ except PackageNotFoundError:  # a checkout that was put on the path without bein
 __all__ = [
     "LFU",
     "LRU",
+    "ActivationAware",
+    "AlwaysHost",
+    "ChunkedLookahead",
+    "ClairvoyantEviction",
     "Comparison",
     "Conditions",
     "CostTable",
+    "CutoffLookahead",
     "Dense",
     "DeviceBytes",
     "DoctorReport",
     "DraftLookahead",
     "DraftToken",
+    "Experiment",
     "ExpertBank",
     "ExpertKey",
     "FixedLength",
     "Generation",
     "Geometry",
+    "Governor",
     "HeuristicLength",
     "LaneCosts",
     "LayerCall",
+    "LookaheadLRU",
     "MemoryPlan",
     "MoE",
     "NextLayerGate",
@@ -77,21 +92,28 @@ __all__ = [
     "Prompt",
     "PromptLookupDrafter",
     "Quanto",
+    "ReplayTarget",
     "RouterRecorder",
     "Routing",
     "RoutingLog",
     "SelfDrafter",
+    "ShapeStore",
     "SimulatedMachine",
+    "SplitByFinish",
     "ThrottledMachine",
     "Trace",
     "Transfer",
     "Verification",
+    "ablate",
     "baselines",
     "bundled_model",
+    "calibrate",
     "compare",
+    "costs_of",
     "data_folder",
     "describe_colours",
     "doctor",
+    "experiments",
     "format_named",
     "load_moe",
     "load_prompts",

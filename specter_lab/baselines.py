@@ -1,8 +1,9 @@
 """Every system of the literature as a named assembly of the pieces.
 
 Each function takes a target (a ``MoE``, or a ``ReplayTarget`` for a replay) and the options of ``Pipeline`` (machine,
-memory, ...) and returns a pipeline. Where a system differs from its original, the docstring says how and why. All of
-them forget an evicted expert instead of copying it back, and compute the target's experts in full precision.
+memory, ...) and returns a pipeline; a piece given under its name (``predictor=``, ``eviction=``, ...) replaces the
+system's own. Where a system differs from its original, the docstring says how and why. All of them forget an evicted
+expert instead of copying it back, and compute the target's experts in full precision.
 
 >>> import specter_lab as sl
 >>> sl.baselines.named("specter").__name__
@@ -30,6 +31,11 @@ from specter_lab.speculate.governor import Governor
 Target = MoE | ReplayTarget
 
 
+def _build(target: Target, options: dict[str, Any], **pieces: Any) -> Pipeline:
+    """A pipeline of these pieces; whatever the caller gives under the same name replaces one."""
+    return Pipeline(target, **{**pieces, **options})
+
+
 def _self_draft(target: Target, bank: ExpertStore | None) -> SelfDrafter:
     return SelfDrafter(bank or target.quantize("qint4"))
 
@@ -43,7 +49,7 @@ def on_demand(target: Target, **options: Any) -> Pipeline:
     >>> with sl.baselines.on_demand(sl.load_moe("tiny-moe")) as pipeline: pipeline.predictor.name
     'none'
     """
-    return Pipeline(target, **options)
+    return _build(target, options)
 
 
 def next_layer_gate(target: Target, **options: Any) -> Pipeline:
@@ -55,7 +61,7 @@ def next_layer_gate(target: Target, **options: Any) -> Pipeline:
     >>> with sl.baselines.next_layer_gate(sl.load_moe("tiny-moe")) as pipeline: pipeline.predictor.name
     'next-layer gate'
     """
-    return Pipeline(target, predictor=NextLayerGate(target), **options)
+    return _build(target, options, predictor=NextLayerGate(target))
 
 
 def activation_aware(target: Target, *, library: Sequence[RecordedRequest], **options: Any) -> Pipeline:
@@ -69,7 +75,7 @@ def activation_aware(target: Target, *, library: Sequence[RecordedRequest], **op
     >>> with sl.baselines.activation_aware(sl.load_moe("tiny-moe"), library=[earlier]) as pipeline: pipeline.predictor.name
     'activation matching'
     """
-    return Pipeline(target, predictor=ActivationAware(library, max(target.geometry.experts)), **options)
+    return _build(target, options, predictor=ActivationAware(library, max(target.geometry.experts)))
 
 
 def fiddler(target: Target, **options: Any) -> Pipeline:
@@ -82,7 +88,7 @@ def fiddler(target: Target, **options: Any) -> Pipeline:
     >>> with sl.baselines.fiddler(sl.load_moe("tiny-moe")) as pipeline: pipeline.assembly.split.name
     'split by finish'
     """
-    return Pipeline(target, eviction=LFU(), split=SplitByFinish(), **options)
+    return _build(target, options, eviction=LFU(), split=SplitByFinish())
 
 
 def speculative_on_demand(target: Target, *, bank: ExpertStore | None = None, **options: Any) -> Pipeline:
@@ -92,7 +98,7 @@ def speculative_on_demand(target: Target, *, bank: ExpertStore | None = None, **
     >>> with sl.baselines.speculative_on_demand(sl.load_moe("tiny-moe")) as pipeline: pipeline.drafter.name
     'self-draft (qint4 group 128)'
     """
-    return Pipeline(target, drafter=_self_draft(target, bank), **options)
+    return _build(target, options, drafter=_self_draft(target, bank))
 
 
 def lookahead(target: Target, *, bank: ExpertStore | None = None, **options: Any) -> Pipeline:
@@ -104,7 +110,7 @@ def lookahead(target: Target, *, bank: ExpertStore | None = None, **options: Any
     >>> with sl.baselines.lookahead(sl.load_moe("tiny-moe")) as pipeline: pipeline.predictor.name
     'draft lookahead'
     """
-    return Pipeline(target, drafter=_self_draft(target, bank), predictor=DraftLookahead(), **options)
+    return _build(target, options, drafter=_self_draft(target, bank), predictor=DraftLookahead())
 
 
 def specmoeoff_b1(target: Target, *, bank: ExpertStore | None = None, draft_length: int = 3, **options: Any) -> Pipeline:
@@ -118,7 +124,7 @@ def specmoeoff_b1(target: Target, *, bank: ExpertStore | None = None, draft_leng
     FixedLength(3)
     """
     predictor = ChunkedLookahead((0.2, 0.6))
-    return Pipeline(target, drafter=_self_draft(target, bank), predictor=predictor, draft_length=draft_length, **options)
+    return _build(target, options, drafter=_self_draft(target, bank), predictor=predictor, draft_length=draft_length)
 
 
 def sp_moe(target: Target, *, bank: ExpertStore | None = None, **options: Any) -> Pipeline:
@@ -131,7 +137,7 @@ def sp_moe(target: Target, *, bank: ExpertStore | None = None, **options: Any) -
     >>> with sl.baselines.sp_moe(sl.load_moe("tiny-moe")) as pipeline: pipeline.predictor.name
     'cutoff lookahead'
     """
-    return Pipeline(target, drafter=_self_draft(target, bank), predictor=CutoffLookahead(), **options)
+    return _build(target, options, drafter=_self_draft(target, bank), predictor=CutoffLookahead())
 
 
 def moe_speq(target: Target, *, bank: ExpertStore | None = None, **options: Any) -> Pipeline:
@@ -144,8 +150,8 @@ def moe_speq(target: Target, *, bank: ExpertStore | None = None, **options: Any)
     >>> with sl.baselines.moe_speq(sl.load_moe("tiny-moe")) as pipeline: pipeline.residency.eviction.name
     'lookahead-aware LRU'
     """
-    options = {"draft_length": Governor(), **options}
-    return Pipeline(target, drafter=_self_draft(target, bank), predictor=DraftLookahead(), eviction=LookaheadLRU(), **options)
+    pieces = {"predictor": DraftLookahead(), "eviction": LookaheadLRU(), "draft_length": Governor()}
+    return _build(target, options, drafter=_self_draft(target, bank), **pieces)
 
 
 def specter(target: Target, *, bank: ExpertStore | None = None, schedule: Schedule = "adaptive", **options: Any) -> Pipeline:
@@ -158,7 +164,7 @@ def specter(target: Target, *, bank: ExpertStore | None = None, schedule: Schedu
     >>> with sl.baselines.specter(sl.load_moe("tiny-moe")) as pipeline: pipeline.assembly.barrier
     True
     """
-    return Pipeline(target, drafter=_self_draft(target, bank), predictor=ChunkedLookahead(schedule), barrier=True, **options)
+    return _build(target, options, drafter=_self_draft(target, bank), predictor=ChunkedLookahead(schedule), barrier=True)
 
 
 SYSTEMS: dict[str, Callable[..., Pipeline]] = {

@@ -10,7 +10,7 @@ import torch
 
 from specter_lab.baselines import DRAFTLESS, named
 from specter_lab.bundled import load_prompts
-from specter_lab.experiments import Comparison, compare
+from specter_lab.comparison import Comparison, compare
 from specter_lab.machines.simulated import SimulatedMachine
 from specter_lab.machines.throttled import ThrottledMachine
 from specter_lab.models import load_moe

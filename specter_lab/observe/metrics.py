@@ -5,6 +5,8 @@ Figures "per token" are of the decoding phase (after the first token, step 1 on)
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -98,6 +100,23 @@ def summarize(trace: Trace) -> dict[str, Any]:
         "draft_ms_per_token": per_token(float(compute_us.get("draft", 0.0)) / 1e3),
         "target_ms_per_token": per_token(float(compute_us.get("target", 0.0)) / 1e3),
     }
+
+
+def acceptance_by_position(traces: Sequence[Trace]) -> list[float]:
+    """How often the draft at each position of a step held, among the steps that came to judge it (all before it held).
+
+    >>> acceptance_by_position([])
+    []
+    """
+    judged: Counter[int] = Counter()
+    held: Counter[int] = Counter()
+    for trace in traces:
+        drafted = trace.of_kind("draft_length").set_index("step")["value"].astype(int)
+        accepted = trace.of_kind("commit").set_index("step")["value"].astype(int)
+        for step, length in drafted.items():
+            judged.update(range(min(length, accepted[step] + 1)))
+            held.update(range(accepted[step]))
+    return [held[i] / judged[i] for i in range(len(judged))]
 
 
 _EXPERT = ["step", "layer", "expert"]
