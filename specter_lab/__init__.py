@@ -13,6 +13,7 @@ from specter_lab.comparison import Comparison, compare
 from specter_lab.doctor import DoctorReport, doctor
 from specter_lab.experiments import Experiment, ablate
 from specter_lab.generation import Generation
+from specter_lab.loading.prepare import prepare_moe
 from specter_lab.machines.simulated import CostTable, LaneCosts, SimulatedMachine
 from specter_lab.machines.throttled import ThrottledMachine
 from specter_lab.memory import MemoryPlan, plan_memory
@@ -120,6 +121,7 @@ __all__ = [
     "plan_memory",
     "plot_timeline",
     "prediction_scores",
+    "prepare_moe",
     "save_chrome_trace",
     "save_html",
     "summarize",

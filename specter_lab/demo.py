@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from specter_lab.baselines import DRAFTLESS, named
+from specter_lab.baselines import DRAFTLESS
 from specter_lab.bundled import load_prompts
-from specter_lab.comparison import Comparison, compare
+from specter_lab.comparison import LEAST_PROMPTS, Comparison, compare
 from specter_lab.machines.simulated import SimulatedMachine
 from specter_lab.machines.throttled import ThrottledMachine
-from specter_lab.models import load_moe
+from specter_lab.models import MoE, load_moe
 from specter_lab.observe.export import save_chrome_trace
 from specter_lab.pieces import Machine
 from specter_lab.plots.html import save_html
@@ -45,6 +46,35 @@ def machine_named(name: str, link_gb_s: float) -> Machine:
     raise ValueError(f"A machine is one of {', '.join(MACHINES)}; got {name!r}. Give one of them.")
 
 
+def own_tokens(moe: MoE, prompts: Sequence[str], max_new_tokens: int) -> list[list[int]]:
+    """The model's own greedy new tokens with eager experts for each prompt: what every system must give in fp32.
+
+    >>> from specter_lab.models import MoE, load_moe
+    >>> len(own_tokens(load_moe("tiny-moe", dtype="float32"), ["Once"], 3)[0])
+    3
+    """
+    references = []
+    for prompt in prompts:
+        ids = moe.tokenizer(prompt, return_tensors="pt").input_ids
+        references.append(moe.own_generate(ids, max_new_tokens=max_new_tokens, do_sample=False)[0, ids.shape[1] :].tolist())
+    return references
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One torch thread inside: a core for compute, a core for the link.
+
+    >>> with one_thread(): torch.get_num_threads()
+    1
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def run_demo(
     *,
     machine: str = "throttled",
@@ -64,25 +94,14 @@ def run_demo(
     folder.mkdir(parents=True, exist_ok=True)
     prompts = [prompt.text for prompt in load_prompts(per_kind=per_kind)]
     moe = load_moe("tiny-moe", dtype="float32")
-    references = []
-    for prompt in prompts:
-        ids = moe.tokenizer(prompt, return_tensors="pt").input_ids
-        references.append(moe.own_generate(ids, max_new_tokens=max_new_tokens, do_sample=False)[0, ids.shape[1] :].tolist())
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a core for compute, a core for the link
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(moe)
-            bank = moe.quantize("qint4")
-            shared = {"machine": machine_named(machine, link_gb_s), "memory": memory, "context_length": 256}
-            drafting = {"bank": bank, "draft_length": draft_length}
-            pipelines = {name: stack.enter_context(named(name)(moe, **shared, **({} if name in DRAFTLESS else drafting))) for name in SHOWN}
-            comparison = compare(
-                pipelines, prompts, references=references, rivals=set(SHOWN) - {"lookahead"}, progress=progress,
-                max_new_tokens=max_new_tokens, do_sample=False,
-            )  # fmt: skip
-    finally:
-        torch.set_num_threads(threads)
+    references = own_tokens(moe, prompts, max_new_tokens)
+    with one_thread(), moe:
+        drafting = {"bank": moe.quantize("qint4"), "draft_length": draft_length}
+        comparison = compare(
+            SHOWN, prompts, target=moe, machine=machine_named(machine, link_gb_s), memory=memory, context_length=256, references=references,
+            rivals=set(SHOWN) - {"lookahead"}, confidence=0.95 if len(prompts) >= LEAST_PROMPTS else None, progress=progress,
+            system_options={name: drafting for name in SHOWN if name not in DRAFTLESS}, max_new_tokens=max_new_tokens, do_sample=False,
+        )  # fmt: skip
     shown = comparison.generations["lookahead"][0].trace
     return DemoResult(
         comparison, save_html(plot_timeline(shown), folder / "timeline.html"), save_chrome_trace(shown, folder / "trace.json")

@@ -156,7 +156,7 @@ def ablate(system: str, prompts: Sequence[Any], *, target: Any, machine: Machine
 
     >>> import specter_lab as sl
     >>> kw = dict(target=sl.load_moe("tiny-moe"), machine=sl.SimulatedMachine(), memory="12MB", max_new_tokens=6)
-    >>> sl.ablate("specter", ["Once upon a time"], **kw).table["share"].map(float)["whole"]
+    >>> float(sl.ablate("specter", ["Once upon a time"], **kw).table.loc["whole", "share"])
     1.0
     """
     construct = {"target": target, "machine": machine, "memory": memory, "context_length": options.pop("context_length", None)}

@@ -1,0 +1,145 @@
+"""Side by side: equal memory, the token check, speed-ups and their intervals, refusals, the command line."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import specter_lab as sl
+from specter_lab.__main__ import main
+from specter_lab.observe.metrics import acceptance_by_position, merged, overlap_us, summarize
+from tests.traces import make_trace
+
+PROMPTS = ["The evening came", "def main():", "See also", "Once upon a time"]
+KEYS = {
+    "system", "ttft_ms", "tpot_ms", "tokens_per_step", "acceptance_rate", "hit_rate", "late_rate", "recall", "precision", "on_time",
+    "moved_mb_per_token", "wasted_mb_per_token", "exposed_ms_per_token", "transfer_ms_per_token", "link_utilisation", "device_bytes",
+    "speedup", "fastest_rival", "speedup_vs_fastest_rival", "ci95",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def moe():
+    with sl.load_moe("tiny-moe", dtype="float32") as attached:
+        yield attached
+
+
+@pytest.fixture(scope="module")
+def comparison(moe):
+    return sl.compare(
+        ["on_demand", "next_layer_gate", "lookahead"], PROMPTS, target=moe, machine=sl.SimulatedMachine(0.05), memory="13MB",
+        context_length=128, confidence=0.95, rivals={"on_demand", "next_layer_gate"}, max_new_tokens=12, do_sample=False,
+    )  # fmt: skip
+
+
+def test_rows_have_the_agreed_names_and_are_json(comparison):
+    data = json.loads(json.dumps(comparison.as_dict()))
+    assert all(set(row) >= KEYS for row in data["rows"])
+    assert data["identical_tokens"] is True and data["machine"] == "simulated"
+    assert all(set(row["tpot_ms"]) == {"mean", "median", "p95"} for row in data["rows"])
+    assert all(set(row["device_bytes"]) == {"non_expert", "draft", "slots", "buffers", "kv", "total"} for row in data["rows"])
+    on_demand = data["rows"][0]
+    assert on_demand["acceptance_rate"] is None and on_demand["recall"] is None  # what doesn't apply is null
+
+
+def test_speedups_are_against_the_fastest_rival(comparison):
+    rows = {row["system"]: row for row in comparison.rows}
+    fastest = min(("on_demand", "next_layer_gate"), key=lambda n: rows[n]["tpot_ms"]["mean"])
+    assert {row["fastest_rival"] for row in comparison.rows} == {fastest}
+    assert rows[fastest]["speedup"] == 1.0 and rows[fastest]["ci95"] == [1.0, 1.0]
+    expected = rows[fastest]["tpot_ms"]["mean"] / rows["lookahead"]["tpot_ms"]["mean"]
+    assert rows["lookahead"]["speedup"] == pytest.approx(expected)
+    low, high = rows["lookahead"]["ci95"]
+    assert low <= expected <= high and low < high
+    assert comparison.speedup("lookahead", fastest) == pytest.approx((expected, low, high))
+
+
+def test_memory_is_equal_and_shares_add_up(comparison):
+    totals = [row["device_bytes"]["total"] for row in comparison.rows]
+    assert max(totals) <= 13_000_000 and max(totals) - min(totals) < 98_304
+    for row in comparison.rows:
+        assert row["draft_share"] + row["verify_share"] + row["stall_share"] == pytest.approx(1.0)
+
+
+def test_different_tokens_are_noticed(moe):
+    done = sl.compare(["on_demand"], ["Once"], target=moe, machine=sl.SimulatedMachine(), references=[[1, 2, 3]], max_new_tokens=3)
+    assert done.identical_tokens is False
+
+
+def test_unequal_memory_is_refused(moe):
+    machine = sl.SimulatedMachine()
+    small, large = (sl.Pipeline(moe, machine=machine, slots=slots) for slots in (4, 5))
+    with small, large, pytest.raises(ValueError, match="equal device memory"):
+        sl.compare({"small": small, "large": large}, ["Once"])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda moe: sl.compare([], ["Once"], target=moe), "needs systems and prompts"),
+        (lambda moe: sl.compare(["on_demand"], [], target=moe), "needs systems and prompts"),
+        (lambda moe: sl.compare(["on_demand"], ["a", "b"], target=moe, confidence=0.95), "at least 3; got 2"),
+        (lambda moe: sl.compare(["on_demnd"], ["a"], target=moe), "Did you mean on_demand"),
+        (lambda moe: sl.compare(["on_demand"], ["a"], target=moe, memory="1MB"), "smallest legal cache"),
+    ],
+)
+def test_refusals(moe, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(moe)
+    with sl.Pipeline(moe, machine=sl.SimulatedMachine()) as pipeline:  # nothing was left attached or open
+        assert pipeline.generate("Once", max_new_tokens=2).metrics["tokens"] == 2
+
+
+def test_metrics_of_a_trace_by_hand():
+    intervals = merged(make_trace(2).of_kind("transfer"))
+    assert (np.diff(intervals, axis=1) > 0).all() and (intervals[1:, 0] > intervals[:-1, 1]).all()
+    assert overlap_us(np.array([[0.0, 10.0], [20.0, 30.0]]), np.array([[5.0, 25.0]])) == 10.0
+    metrics = summarize(make_trace(3))
+    assert metrics["hit_rate"] + metrics["late_rate"] + metrics["miss_rate"] == pytest.approx(1.0)
+
+
+def test_acceptance_by_position_counts_only_what_was_judged():
+    rows = []
+    for step, (drafted, accepted) in enumerate([(3, 3), (3, 1), (2, 0)], start=1):
+        instant = ("control", "draft_length", 0.0, 0.0, step, -1, -1, -1, 0, 0, -1, "", "", float(drafted))
+        rows += [instant, ("control", "commit", 0.0, 0.0, step, -1, -1, -1, accepted + 1, 0, -1, "", "step", float(accepted))]
+    # position 0 judged three times, held twice; 1 judged twice (steps 1, 2), held once; 2 judged once, held once
+    assert acceptance_by_position([sl.Trace.of(rows, "simulated")]) == pytest.approx([2 / 3, 1 / 2, 1.0])
+
+
+def test_ablation_shares(moe):
+    table = sl.ablate("specter", PROMPTS[:2], target=moe, machine=sl.SimulatedMachine(0.05), memory="13MB", max_new_tokens=8).table
+    assert table.loc["whole", "share"] == pytest.approx(1.0) and table.loc["on_demand", "share"] == pytest.approx(0.0)
+    assert {"without barrier", "without lookahead", "without speculation", "without prefetch timing", "speculation alone"} <= set(
+        table.index
+    )
+    assert table.loc["without speculation", "tokens_per_step"] == 1.0
+
+
+def test_the_demo_writes_json_timeline_and_trace(tmp_path, capsys):
+    code = main(["demo", "--json", "--machine", "simulated", "--per-kind", "1", "--max-new-tokens", "6", "--out", str(tmp_path)])
+    printed = json.loads(capsys.readouterr().out)
+    assert code == 0 and printed["identical_tokens"] is True and len(printed["rows"]) == 4
+    assert all(set(row) >= KEYS for row in printed["rows"])
+    html = (tmp_path / "timeline.html").read_text()
+    assert "plotly" in html and "<script src=" not in html and "<link" not in html.split("<script")[0]  # opens without a network
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize("arguments", [["demo", "--memory", "1MB"], ["demo", "--per-kind", "0"], ["demo", "--max-new-tokens", "0"]])
+def test_bad_input_gives_code_2_and_one_line(arguments, tmp_path, capsys):
+    assert main([*arguments, "--machine", "simulated", "--out", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "specter_lab:" in error and "Traceback" not in error
+
+
+def test_help_is_quick_and_unknown_commands_fail():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    helped = subprocess.run([sys.executable, "-m", "specter_lab", "demo", "--help"], capture_output=True, text=True, env=environment)
+    assert helped.returncode == 0 and "--link-gb-s" in helped.stdout
+    with pytest.raises(SystemExit) as unknown:
+        main(["dem"])
+    assert unknown.value.code == 2
