@@ -88,7 +88,7 @@ class EvictionPolicy(Protocol):
         """``key`` has lost its slot."""
 
     def victim(self, candidates: Sequence[ExpertKey]) -> ExpertKey:
-        """One of ``candidates`` (not empty, in id order, all of one layer)."""
+        """One of ``candidates`` (not empty, in no particular order, all of one layer). Break ties by key: runs must repeat."""
 
 
 @runtime_checkable

@@ -24,26 +24,26 @@ from specter_lab.pieces import Machine
 from specter_lab.records import DraftToken, ExpertKey, Geometry, LayerCall, Routing
 
 
-class ReplayableText(Protocol):
-    """Routing of a whole text, and of what a draft would have done at each position.
+class ReplayWindow(Protocol):
+    """One step of speculation on a text: ``draft`` (rows, layer, rank), ``needed`` (rows + 1, layer, rank), and how many hold."""
 
-    Arrays of expert ids have the shape (layers, experts_per_token); ``horizon`` counts drafted tokens before.
+    draft: np.ndarray
+    needed: np.ndarray
+    accepted: int
+
+
+class ReplayableText(Protocol):
+    """Routing of a whole text and of what a draft would have done with it, for instance a ``SyntheticText``.
+
+    ``experts`` (token, layer, rank): the target's routing; ``gate`` (token, layer, rank): what each layer's router says of
+    the layer before's input (layer 0 is unused). ``window(start, length)`` drafts that many tokens from the one at ``start``.
     """
 
     experts: np.ndarray
-    """(tokens, layers, experts_per_token): the target's routing of the text."""
+    gate: np.ndarray
 
-    def draft_experts(self, position: int, horizon: int) -> np.ndarray:
-        """The draft's routing of the token at ``position``."""
-
-    def accepted(self, position: int, horizon: int) -> bool:
-        """Whether the token drafted from ``position`` would hold."""
-
-    def wrong_experts(self, position: int, horizon: int) -> np.ndarray:
-        """The target's routing of a token at ``position`` that isn't the text's own."""
-
-    def gate_experts(self, position: int) -> np.ndarray:
-        """What each layer's router says of the layer before's input (row 0 is unused)."""
+    def window(self, start: int, length: int) -> ReplayWindow:
+        """The draft's and the target's routing of that step; rows after the accepted stand for wrong tokens."""
 
 
 class ShapeStore:
@@ -114,7 +114,7 @@ class ReplayTarget:
     def route(self, layer: int, hidden: Tensor) -> Tensor:
         """What that layer's router would have said one layer early; ``hidden`` holds the rows' places in the text."""
         assert self.text is not None
-        return torch.from_numpy(np.stack([self.text.gate_experts(place)[layer] for place in hidden.tolist()]))
+        return torch.from_numpy(self.text.gate[hidden.numpy(), layer].astype(np.int64))
 
     def lease(self) -> None:
         """Nothing to attach."""
@@ -155,8 +155,8 @@ class Replayed:
     def draft(self, step: int, length: int) -> Iterator[DraftToken]:
         """One draft step a token, at the draft lane's cost."""
         begin = self.position
-        for horizon in range(length):
-            experts = torch.from_numpy(np.ascontiguousarray(self.text.draft_experts(begin + horizon, horizon)))
+        for horizon, row in enumerate(self.text.window(begin, length).draft):
+            experts = torch.from_numpy(row.astype(np.int64))
             for layer in range(experts.shape[0]):
                 self.machine.compute("draft", "attention", step=step, layer=layer, tokens=1)
                 self.machine.compute("draft", "expert", step=step, layer=layer, tokens=experts.shape[1], experts=experts.shape[1])
@@ -164,21 +164,18 @@ class Replayed:
             yield DraftToken(-1, begin + horizon, routing=Routing(begin + horizon, tuple(experts[:, None].unbind()), ()))
 
     def verify(self, step: int, drafted: Sequence[DraftToken], server: OffloadServer) -> Committed:
-        """Rows of accepted drafts are routed as in the text, those after the first rejection as other tokens."""
-        begin, n = self.position, len(drafted)
-        accepted = next((i for i in range(n) if not self.text.accepted(begin + i, i)), n)
-        rows = [self.text.experts[begin + i] for i in range(accepted + 1)]
-        rows += [self.text.wrong_experts(begin + i, i) for i in range(accepted + 1, n + 1)]
-        self._pass(np.stack(rows), begin, server)
-        kept = min(accepted + 1, self.left())
+        """One pass over the window; what holds is committed."""
+        window = self.text.window(self.position, len(drafted))
+        self._pass(window.needed, self.position, server)
+        kept = min(window.accepted + 1, self.left())
         self.committed += kept
-        return Committed(kept, accepted, finished=self.left() == 0)
+        return Committed(kept, window.accepted, finished=self.left() == 0)
 
     def _pass(self, rows: np.ndarray, begin: int, server: OffloadServer) -> None:
         """(positions, layers, experts_per_token): one call a layer."""
         places = torch.arange(begin, begin + len(rows)).clamp_max(len(self.text.experts) - 1)
         for layer in range(rows.shape[1]):
-            picked = np.ascontiguousarray(rows[:, layer])
+            picked = np.ascontiguousarray(rows[:, layer], dtype=np.int64)
             needed, counts = np.unique(picked, return_counts=True)
             call = LayerCall(layer, torch.from_numpy(picked), None, places, tuple(needed.tolist()), tuple(counts.tolist()))
             server.serve(call, lambda expert, tensors: None)

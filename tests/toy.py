@@ -61,11 +61,12 @@ class ToyRun:
         machine: Machine | None = None,
         eviction: EvictionPolicy | None = None,
         poison: bool = True,
+        device: str = "cpu",
     ) -> None:
         costs = LaneCosts(attention_us=10, expert_us=5, head_us=3)
         self.store = store
         self.machine: Machine = machine or SimulatedMachine(link_gb_s=store.size / 20_000, latency_us=0, costs=CostTable(costs, costs))
-        self.residency = Residency(store, slots, eviction or LRU(), poison=poison)
+        self.residency = Residency(store, slots, eviction or LRU(), poison=poison, device=device)
         self.prefetcher = Prefetcher(store, self.residency, self.machine)
         self.served: list[tuple[int, int, int]] = []
         self.machine.start(self.prefetcher)

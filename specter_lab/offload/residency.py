@@ -46,7 +46,7 @@ class Residency:
         self._pool = [torch.zeros(n, store.blob_bytes(layer), dtype=torch.uint8, device=device) for layer, n in enumerate(self.slots)]
         self._weights = [[store.weights(layer, blob) for blob in pool] for layer, pool in enumerate(self._pool)]
         self._free = [list(range(n)) for n in self.slots]
-        self._slot: list[dict[int, int]] = [{} for _ in self.slots]
+        self._slot: list[dict[ExpertKey, int]] = [{} for _ in self.slots]
         self._loading: set[ExpertKey] = set()
         self._in_use: set[ExpertKey] = set()
         self._brought: dict[ExpertKey, int] = {}
@@ -58,13 +58,13 @@ class Residency:
 
     def state(self, key: ExpertKey) -> str:
         """ "absent", "loading" or "resident"."""
-        if key.expert not in self._slot[key.layer]:
+        if key not in self._slot[key.layer]:
             return "absent"
         return "loading" if key in self._loading else "resident"
 
     def residents(self, layer: int) -> list[int]:
         """Experts of that layer that can be computed with, in id order."""
-        return sorted(e for e in self._slot[layer] if ExpertKey(layer, e) not in self._loading)
+        return sorted(k.expert for k in self._slot[layer] if k not in self._loading)
 
     def request_of(self, key: ExpertKey) -> int:
         """The request that brought (or is bringing) ``key``; -1 if it came before this request's time."""
@@ -79,23 +79,19 @@ class Residency:
         """
         layer, taken = key.layer, self._slot[key.layer]
         if spare:
-            bound = sum(k in self._loading or k in self._in_use for k in (ExpertKey(layer, e) for e in taken))
+            bound = sum(k.layer == layer for k in self._loading | self._in_use)  # a handful at most: the link's queue is short
             if self.slots[layer] - bound <= spare:
                 return None
         victim = None
         if self._free[layer]:
             slot = self._free[layer].pop(0)
         else:
-            candidates = [
-                k
-                for k in (ExpertKey(layer, e) for e in sorted(taken))
-                if k not in self._loading and k not in self._in_use and k not in protected
-            ]
+            candidates = [k for k in taken if k not in protected and k not in self._loading and k not in self._in_use]
             if not candidates:
                 return None
             victim = self.eviction.victim(candidates)
             slot = self._forget(victim)
-        taken[key.expert] = slot
+        taken[key] = slot
         self._loading.add(key)
         self._brought[key] = request_id
         return slot, victim
@@ -113,7 +109,7 @@ class Residency:
         """Tensors of a resident expert, safe from eviction until ``release``."""
         assert self.state(key) == "resident", f"{key} is {self.state(key)}: only residents can be used"
         self._in_use.add(key)
-        return self._weights[key.layer][self._slot[key.layer][key.expert]]
+        return self._weights[key.layer][self._slot[key.layer][key]]
 
     def release(self, key: ExpertKey) -> None:
         """The computation with ``key`` is over."""
@@ -130,12 +126,12 @@ class Residency:
         self._in_use.clear()
         self._brought.clear()
         for layer, taken in enumerate(self._slot):
-            for expert in sorted(taken):
-                self._forget(ExpertKey(layer, expert))
+            for key in sorted(taken):
+                self._forget(key)
             self._free[layer] = list(range(self.slots[layer]))
 
     def _forget(self, key: ExpertKey) -> int:
-        slot = self._slot[key.layer].pop(key.expert)
+        slot = self._slot[key.layer].pop(key)
         self._brought.pop(key, None)
         self.eviction.forgotten(key)
         if self.poison:

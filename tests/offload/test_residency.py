@@ -90,7 +90,7 @@ def test_a_custom_policy_is_a_few_lines():
         name = "lowest id"
 
         def victim(self, candidates):
-            return candidates[0]
+            return min(candidates)
 
     run = ToyRun(ToyStore(1, 4), [2], eviction=Lowest())
     run.run_pass(0, [call(0, [2, 3])])
