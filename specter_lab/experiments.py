@@ -189,7 +189,7 @@ def ablate(system: str, prompts: Sequence[Any], *, target: Any, machine: Machine
 def _alone(system: str, names: Sequence[str], construct: Mapping[str, Any]) -> Pipeline:
     """``on_demand`` with these pieces of the system."""
     donor = named(system)(**construct)
-    pieces = {
+    pieces: dict[str, Any] = {
         "drafter": donor.drafter,
         "predictor": donor.predictor,
         "eviction": donor.residency.eviction,
@@ -217,7 +217,7 @@ def oracle_replay(
     >>> sl.experiments.oracle_replay(build, lambda share: None, "Once", replaced=(0.0,), max_new_tokens=3).table.index.name
     'replaced'
     """
-    builds = {share: (lambda share=share: build(predictor(share))) for share in replaced}  # type: ignore[misc]
+    builds = {share: (lambda share=share: build(predictor(share))) for share in replaced}
     return sweep(builds, [prompt], by="replaced", **options)
 
 

@@ -49,7 +49,8 @@ class Text(Protocol):
 class Assembly:
     """Pieces put together around one store, one machine and one set of slots.
 
-    ``barrier``: verification starts once all planned copies have arrived. ``split``: which misses the host computes.
+    ``host_store``: the experts that the host itself computes with, where ``store`` holds residuals. ``barrier``:
+    verification starts once all planned copies have arrived. ``split``: which misses the host computes.
     """
 
     def __init__(
@@ -66,9 +67,11 @@ class Assembly:
         split: MissSplit | None = None,
         poison: bool = False,
         device: str = "cpu",
+        host_store: ExpertStore | None = None,
     ) -> None:
         self.machine, self.drafter, self.predictor = machine, drafter, predictor
         self.eviction, self.draft_length, self.barrier, self.split = eviction, draft_length, barrier, split
+        self.host_store = host_store or store
         self.residency = Residency(store, slots, eviction, poison=poison, device=device)
         self.prefetcher = Prefetcher(store, self.residency, machine)
         for piece in (predictor, eviction, draft_length):
@@ -127,7 +130,7 @@ class Assembly:
         def predict(call: LayerCall) -> list[Prediction]:
             return _noted(self.predictor.layer_called(step, position, call), predicted)
 
-        return OffloadServer(self.prefetcher, self.machine, step, position, predict, self.split)
+        return OffloadServer(self.prefetcher, self.machine, step, position, predict, self.split, self.host_store)
 
     def _want(self, predictions: Iterable[Prediction], predicted: dict[ExpertKey, Prediction]) -> None:
         noted = _noted(predictions, predicted)

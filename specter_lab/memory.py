@@ -47,6 +47,7 @@ def plan_memory(
     target: MoE | ReplayTarget,
     *,
     bank: ExpertStore | None = None,
+    store: ExpertStore | None = None,
     slots: int | Sequence[int] | None = None,
     memory: int | str | None = None,
     context_length: int | None = None,
@@ -54,20 +55,23 @@ def plan_memory(
     """Give the target's slots what a budget leaves after non-expert weights, draft bank, buffers and KV.
 
     ``slots``: so many a layer (one number, or one for each layer), or ``memory``: a total of device bytes; with neither,
-    a quarter of each layer's experts. Slots that a budget leaves over go to the first layers.
+    a quarter of each layer's experts. ``store``: what a slot holds (the target's own experts, if not given). Slots that a
+    budget leaves over go to the first layers.
     Raises ``ValueError`` for both at once, and for a budget below one slot a layer, naming the smallest.
 
     >>> import specter_lab as sl
     >>> with sl.load_moe("tiny-moe") as moe: sl.plan_memory(moe, memory="12MB").device.total <= 12_000_000
     True
     """
-    geometry, store = target.geometry, target.store
+    geometry, store = target.geometry, store or target.store
     if slots is not None and memory is not None:
         raise ValueError(f"A plan follows either slots or memory; got slots={slots!r} and memory={memory!r}. Leave one of them out.")
     context = min(context_length or 512, geometry.max_positions)
     sizes = [store.blob_bytes(layer) for layer in range(store.layers)]
-    # stored narrower than computed: one expert at a time is widened at use
+    # stored narrower than computed (or as a residual): one expert at a time is widened (or rebuilt, then widened) at use
     buffers = max((wide for wide, size in zip(geometry.expert_bytes, sizes, strict=True) if wide > size), default=0)
+    if hasattr(store, "rebuilt_bytes"):
+        buffers += max(store.rebuilt_bytes(layer) for layer in range(store.layers))
     fixed = DeviceBytes(geometry.non_expert_bytes, getattr(bank, "nbytes", 0), 0, buffers, geometry.kv_bytes_per_token * context)
     budget = None
     if memory is not None:

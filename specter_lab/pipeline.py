@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from specter_lab.decoding import Decoding
-from specter_lab.generation import Generation, conditions_of, encode, refuse_unknown, stop_criteria
+from specter_lab.generation import Generation, conditions_of
 from specter_lab.loop import Assembly
 from specter_lab.machines.throttled import ThrottledMachine
 from specter_lab.memory import MemoryPlan, plan_memory
@@ -19,8 +20,9 @@ from specter_lab.offload.eviction import LRU
 from specter_lab.offload.prefetcher import Prefetcher
 from specter_lab.offload.residency import Residency
 from specter_lab.offload.server import MissSplit
-from specter_lab.pieces import Drafter, DraftLength, EvictionPolicy, Machine, Predictor
+from specter_lab.pieces import Drafter, DraftLength, EvictionPolicy, ExpertStore, Machine, Predictor
 from specter_lab.replay import ReplayableText, Replayed, ReplayTarget
+from specter_lab.request import encode, refuse_drafter, refuse_inputs, refuse_length, refuse_unknown, stop_criteria
 from specter_lab.routing.predictors import DraftLookahead, NoPrediction
 from specter_lab.speculate.draft_length import FixedLength
 
@@ -32,7 +34,8 @@ class Pipeline:
     or a ``DraftLength`` (8 with a drafter). ``machine``: throttled at 0.05 GB/s by default. Device memory: ``slots`` a
     layer, or ``memory`` in all; ``context_length`` is what the plan counts KV for. Requests start with empty slots
     unless ``warm``. ``barrier``: verification waits for all planned copies. ``split``: which misses the host computes
-    (none by default; ``SplitByFinish``). ``poison`` fills forgotten slots with NaN.
+    (none by default; ``SplitByFinish``). ``residual``: slots hold, and the link moves, what is missing beside the draft's
+    codes to rebuild an expert bit for bit (True, or a ``ResidualBank`` built for that bank). ``poison`` fills forgotten slots with NaN.
 
     >>> import specter_lab as sl
     >>> with sl.Pipeline("tiny-moe", slots=6, machine=sl.SimulatedMachine()) as pipeline:
@@ -54,6 +57,7 @@ class Pipeline:
         context_length: int | None = None,
         barrier: bool = False,
         split: MissSplit | None = None,
+        residual: bool | ExpertStore = False,
         warm: bool = False,
         poison: bool = False,
         **unknown: Any,
@@ -69,18 +73,33 @@ class Pipeline:
             )
         self.machine: Machine = machine or ThrottledMachine()
         self.warm, self.closed = warm, False
+        self.last: Generation | None = None
         self.target: MoE | ReplayTarget = target if isinstance(target, MoE | ReplayTarget) else load_moe(target)
+        if drafter is not None and isinstance(self.target, MoE):
+            refuse_drafter(self.target, drafter)
         self.target.lease()
         try:
             bank = getattr(drafter, "bank", None)
-            self.plan: MemoryPlan = plan_memory(self.target, bank=bank, slots=slots, memory=memory, context_length=context_length)
+            store = self._store(residual, bank)
+            self.plan: MemoryPlan = plan_memory(
+                self.target, bank=bank, store=store, slots=slots, memory=memory, context_length=context_length
+            )
             self.assembly = Assembly(
-                self.target.store, self.plan.slots, self.machine, drafter=drafter, predictor=self.predictor, eviction=eviction or LRU(),
+                store, self.plan.slots, self.machine, drafter=drafter, predictor=self.predictor, eviction=eviction or LRU(),
                 draft_length=self.draft_length, barrier=barrier, split=split, poison=poison, device=str(self.target.device),
+                host_store=self.target.store,
             )  # fmt: skip
         except BaseException:
             self.target.release()
             raise
+
+    def _store(self, residual: bool | ExpertStore, bank: Any) -> ExpertStore:
+        """What slots hold: the target's experts, or residuals beside the draft's codes."""
+        if residual is False:
+            return self.target.store
+        if bank is None:
+            raise ValueError("Residual experts are rebuilt beside a draft's codes; this pipeline has no draft bank. Give a SelfDrafter.")
+        return self.target.residuals(bank) if residual is True else residual
 
     @property
     def residency(self) -> Residency:
@@ -92,40 +111,81 @@ class Pipeline:
         """The queues to the link."""
         return self.assembly.prefetcher
 
-    def generate(
-        self,
-        prompt: str | Sequence[int] | Tensor,
-        *,
-        seed: int | None = None,
-        streamer: Any = None,
-        **options: Any,
-    ) -> Generation:
-        """Decode one request. ``prompt``: text or token ids; ``options``: what the model's own ``generate`` takes
-        (``max_new_tokens``, ``do_sample``, ``temperature``, ``generation_config``, ...). ``seed`` makes sampling repeatable.
+    def generate(self, prompt: Any = None, *, seed: int | None = None, streamer: Any = None, **options: Any) -> Generation:
+        """Decode one request. ``prompt``: text, chat messages, token ids, or what a tokenizer returned (also as
+        ``input_ids=...``). ``options``: what the model's own ``generate`` takes, as far as it makes sense for one
+        sequence (``max_new_tokens``, ``do_sample``, ``generation_config``, ``stop_strings``, ...). ``seed`` makes
+        sampling repeatable.
 
-        Returns text, ids, trace, metrics and conditions. Raises ``ValueError`` for a prompt or length that can't be.
+        Returns text, ids, trace, metrics and conditions. Raises ``ValueError`` for a prompt or option that can't be.
         """
+        model = self._decodable().model
+        ids = encode(self._decodable(), self.plan, prompt, options)
+        decoding, stops = self._decoding(ids, seed, streamer), stop_criteria(self._decodable(), options)
+
+        def custom(model: Any, input_ids: Tensor, **prepared: Any) -> Tensor:
+            return self._decode(decoding, model, input_ids, prepared)
+
+        def run() -> None:
+            model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=custom, streamer=streamer, **{**options, **stops})
+
+        return self._run(decoding, ids.shape[1], seed, run)
+
+    def __call__(self, model: Any, input_ids: Tensor, *, seed: int | None = None, stream_to: Any = None, **prepared: Any) -> Any:
+        """The same loop as ``pipeline.target.model.generate(ids, custom_generate=pipeline, ...)``, returning what
+        ``generate`` returns; ``pipeline.last`` then has trace and metrics. transformers hands a custom decoding method
+        neither streamer nor tokenizer: give the streamer as ``stream_to``, and stop strings as a stopping criterion.
+
+        >>> import specter_lab as sl; import torch
+        >>> with sl.Pipeline("tiny-moe", machine=sl.SimulatedMachine()) as pipeline:
+        ...     pipeline.target.model.generate(torch.tensor([[5, 6]]), custom_generate=pipeline, max_new_tokens=3).shape
+        torch.Size([1, 5])
+        """
+        target, config = self._decodable(), prepared["generation_config"]
+        refuse_length(target, self.plan, input_ids.shape[1], config.max_length)
+        decoding = self._decoding(input_ids, seed, stream_to)
+        if stream_to is not None:
+            stream_to.put(input_ids.cpu())
+        self._run(decoding, input_ids.shape[1], seed, lambda: self._decode(decoding, model, input_ids, prepared))
+        if not config.return_dict_in_generate:
+            return decoding.ids
+        lists = {"scores": decoding.scores, "logits": decoding.logits}
+        outputs = {name: None if values is None else tuple(values) for name, values in lists.items()}
+        return GenerateDecoderOnlyOutput(sequences=decoding.ids, cache=decoding.cache, **outputs)  # type: ignore[arg-type]
+
+    def _decodable(self) -> MoE:
         self._refuse_closed()
         if isinstance(self.target, ReplayTarget):
             raise TypeError(f"A replay target has no weights to generate with; {self.target.name} is one. Use replay(text, ...).")
-        ids = encode(self.target, self.plan, prompt, options)
+        return self.target
+
+    def _decoding(self, ids: Tensor, seed: int | None, streamer: Any) -> Decoding:
         generator = None if seed is None else torch.Generator(device=ids.device).manual_seed(seed)
-        seam, assembly = self.target.seam, self.assembly
-        decoding = Decoding(seam, self.machine, self.drafter, assembly.run, generator=generator, streamer=streamer)
-        stops = stop_criteria(self.target, options)
-        assembly.start(warm=self.warm)
+        return Decoding(self._decodable().seam, self.machine, self.drafter, self.assembly.run, generator=generator, streamer=streamer)
+
+    def _decode(self, decoding: Decoding, model: Any, ids: Tensor, prepared: dict[str, Any]) -> Tensor:
+        inputs = {n: v for n, v in prepared.items() if n not in ("generation_config", "logits_processor", "stopping_criteria")}
+        refuse_inputs(self._decodable(), model, ids, prepared["generation_config"], inputs)
+        return decoding.decode(model, ids, **prepared)
+
+    def _run(self, decoding: Decoding, prompt_tokens: int, seed: int | None, run: Callable[[], Any]) -> Generation:
+        target = self._decodable()
+        self.assembly.start(warm=self.warm)
         try:
-            out = self.target.model.generate(
-                ids, attention_mask=torch.ones_like(ids), custom_generate=decoding.decode, streamer=streamer, **{**options, **stops}
-            )
+            run()
             self.machine.stop()
         except BaseException:  # also an interrupt: whatever state the pieces were in, the next request starts clean
             self.machine.stop()
             self.reset()
             raise
-        trace = self.machine.trace.finish()
-        conditions = conditions_of(self, prompt_tokens=ids.shape[1], new_tokens=out.shape[1] - ids.shape[1], options=options, seed=seed)
-        return Generation.of(self.target, out[0].tolist(), ids.shape[1], trace, self.plan.device, conditions)
+        ids = decoding.ids[0].tolist()
+        conditions = conditions_of(
+            self, prompt_tokens=prompt_tokens, new_tokens=len(ids) - prompt_tokens, sampling=decoding.sampling, seed=seed
+        )
+        outputs = {name: values and tuple(values) for name, values in (("scores", decoding.scores), ("logits", decoding.logits))}
+        trace, device = self.machine.trace.finish(), self.plan.device
+        self.last = Generation.of(target, ids, prompt_tokens, trace, device, conditions, **outputs)
+        return self.last
 
     def replay(self, text: ReplayableText, *, prompt_tokens: int, max_new_tokens: int) -> Generation:
         """Run the loop over recorded or synthetic routing (see ``replay.py`` for its semantics); for a ``ReplayTarget``.
@@ -146,7 +206,7 @@ class Pipeline:
             self.reset()
             raise
         places = tuple(range(prompt_tokens + max_new_tokens))
-        conditions = conditions_of(self, prompt_tokens=prompt_tokens, new_tokens=max_new_tokens, options={}, seed=None)
+        conditions = conditions_of(self, prompt_tokens=prompt_tokens, new_tokens=max_new_tokens, sampling=False, seed=None)
         return Generation(None, places, places[prompt_tokens:], self.machine.trace.finish(), self.plan.device, conditions)
 
     def reset(self) -> None:

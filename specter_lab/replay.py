@@ -86,6 +86,18 @@ class ShapeStore:
         return {}
 
 
+class ResidualShapes(ShapeStore):
+    """Residuals without bytes: rebuilding is charged, and gives nothing."""
+
+    def rebuild(self, key: ExpertKey, blob: Tensor) -> dict[str, Tensor]:
+        """No tensors."""
+        return {}
+
+    def rebuilt_bytes(self, layer: int) -> int:
+        """The full-precision expert, by the residual's share of it."""
+        return self.blob_bytes(layer) * 2
+
+
 class ReplayTarget:
     """Stands for a model in a pipeline that replays: its shape, and routers that answer from the text at hand.
 
@@ -110,6 +122,11 @@ class ReplayTarget:
             raise ValueError(f"A draft format is one of {', '.join(bits)}; got {format!r}. Give one of them.")
         sizes = [int(size * bits[format] / 16) for size in self.geometry.expert_bytes]
         return ShapeStore(self.geometry.experts, sizes, f"{format} (shapes only)")
+
+    def residuals(self, bank: ShapeStore, bits: float = 8.6) -> ResidualShapes:
+        """Residual sizes: 8.6 bits a weight by default, what the format takes beside qint4 codes on Gaussian weights, padded."""
+        sizes = [int(size * bits / 16) for size in self.geometry.expert_bytes]
+        return ResidualShapes(self.geometry.experts, sizes, f"residual of {bank.name}")
 
     def route(self, layer: int, hidden: Tensor) -> Tensor:
         """What that layer's router would have said one layer early; ``hidden`` holds the rows' places in the text."""

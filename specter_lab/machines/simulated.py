@@ -19,7 +19,8 @@ from specter_lab.records import ExpertKey, Transfer
 class LaneCosts:
     """What one lane's compute takes, in microseconds: a fixed part a call and a part for each row (token).
 
-    ``attention`` covers a decoder layer up to its experts, ``expert`` one routed expert, ``head`` the end of a pass.
+    ``attention`` covers a decoder layer up to its experts, ``expert`` one routed expert, ``head`` the end of a pass,
+    ``rebuild`` one expert out of code and residual.
 
     >>> LaneCosts(expert_us=50, expert_row_us=2).of("expert", tokens=5, experts=1)
     60.0
@@ -32,11 +33,12 @@ class LaneCosts:
     head_us: float = 0.0
     head_row_us: float = 0.0
     plan_us: float = 0.0
+    rebuild_us: float = 0.0
 
     def of(self, kind: str, tokens: int, experts: int) -> float:
         """Microseconds of one compute segment: ``tokens`` rows in all, over ``experts`` experts."""
-        if kind == "plan":
-            return float(self.plan_us)
+        if kind in ("plan", "rebuild"):
+            return float(self.plan_us if kind == "plan" else self.rebuild_us)
         calls = experts if kind == "expert" else 1
         return float(calls * getattr(self, f"{kind}_us") + tokens * getattr(self, f"{kind}_row_us"))
 

@@ -16,9 +16,9 @@
 | `value` | probability (`predict`), accepted drafts (`commit`), drafted tokens (`draft_length`) |
 
 Kinds. Compute: `attention` (a decoder layer up to its experts: attention, norms, router), `expert`, `head` (last norm,
-vocabulary, choice), `plan` (the pipeline's own work). Waiting: `stall`. Link: `transfer`. Instants: `predict`, `need` (one
-for each expert of a layer call), `route` (one for each expert of each position, from step 1 on), `evict`, `cancel`,
-`draft_length`, `commit`.
+vocabulary, choice), `rebuild` (a full-precision expert out of code and residual), `plan` (the pipeline's own work).
+Waiting: `stall`. Link: `transfer`. Instants: `predict`, `need` (one for each expert of a layer call), `route` (one for
+each expert of each position, from step 1 on), `evict`, `cancel`, `draft_length`, `commit`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 
 import pandas as pd
 
-COMPUTE_KINDS = ("attention", "expert", "head", "plan")
+COMPUTE_KINDS = ("attention", "expert", "head", "plan", "rebuild")
 INSTANT_KINDS = ("predict", "need", "route", "evict", "cancel", "draft_length", "commit")
 COLUMNS: dict[str, str] = {
     "lane": "str",

@@ -44,7 +44,8 @@ class Residency:
         self.store, self.eviction, self.poison = store, eviction, poison
         self.slots = tuple(min(n, store.experts(layer)) for layer, n in enumerate(slots))
         self._pool = [torch.zeros(n, store.blob_bytes(layer), dtype=torch.uint8, device=device) for layer, n in enumerate(self.slots)]
-        self._weights = [[store.weights(layer, blob) for blob in pool] for layer, pool in enumerate(self._pool)]
+        self.rebuilds = hasattr(store, "rebuild")  # a blob is a residual: tensors are made at each use
+        self._weights = [[{} if self.rebuilds else store.weights(layer, blob) for blob in pool] for layer, pool in enumerate(self._pool)]
         self._free = [list(range(n)) for n in self.slots]
         self._slot: list[dict[ExpertKey, int]] = [{} for _ in self.slots]
         self._loading: set[ExpertKey] = set()
@@ -106,10 +107,14 @@ class Residency:
         self.eviction.loaded(key)
 
     def acquire(self, key: ExpertKey) -> Mapping[str, Tensor]:
-        """Tensors of a resident expert, safe from eviction until ``release``."""
+        """Tensors of a resident expert, safe from eviction until ``release``; of a residual, ``rebuild`` gives them."""
         assert self.state(key) == "resident", f"{key} is {self.state(key)}: only residents can be used"
         self._in_use.add(key)
         return self._weights[key.layer][self._slot[key.layer][key]]
+
+    def rebuild(self, key: ExpertKey) -> Mapping[str, Tensor]:
+        """The exact tensors of an acquired expert whose slot holds a residual."""
+        return self.store.rebuild(key, self._pool[key.layer][self._slot[key.layer][key]])
 
     def release(self, key: ExpertKey) -> None:
         """The computation with ``key`` is over."""

@@ -38,7 +38,7 @@ class OffloadServer:
     """Serves a pass of the target: residents first, missing experts while those compute, each fetched at most once.
 
     More needed experts than slots run in waves: a used expert's slot is free for the next. With a ``split``, some of
-    the missing run on the host beside the device.
+    the missing run on the host beside the device, with the full-precision experts of ``host_store``.
     """
 
     def __init__(
@@ -49,8 +49,10 @@ class OffloadServer:
         position: int,
         predict: Callable[[LayerCall], Iterable[Prediction]],
         split: MissSplit | None = None,
+        host_store: ExpertStore | None = None,
     ) -> None:
         self.prefetcher, self.machine, self.split = prefetcher, machine, split
+        self.host_store = host_store or prefetcher.store
         self.step, self.position, self.predict = step, position, predict
         self.needed: dict[ExpertKey, int] = {}
 
@@ -66,8 +68,8 @@ class OffloadServer:
             if prefetcher.waiting:
                 machine.notify()
         for key in sorted(hosted):
-            work = partial(compute, key.expert, prefetcher.store.own_weights(key))
-            machine.on_host(key, prefetcher.store.blob_bytes(key.layer), work, step=self.step, tokens=pending.pop(key))
+            work = partial(compute, key.expert, self.host_store.own_weights(key))
+            machine.on_host(key, self.host_store.blob_bytes(key.layer), work, step=self.step, tokens=pending.pop(key))
         predictions = list(self.predict(call))
         if predictions:
             with machine.lock:
@@ -96,6 +98,9 @@ class OffloadServer:
             machine.wait(awaited, request_id, step=self.step)
             return
         machine.trace.use(request_id)
+        if residency.rebuilds:
+            weights = residency.rebuild(key)
+            machine.compute("target", "rebuild", step=self.step, layer=key.layer, expert=key.expert, request_id=request_id)
         compute(key.expert, weights)
         machine.compute(
             "target", "expert", step=self.step, layer=key.layer, expert=key.expert, tokens=pending.pop(key), request_id=request_id
