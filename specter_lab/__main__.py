@@ -53,6 +53,29 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
     doctor = commands.add_parser("doctor", help="what this machine can do, and what it cannot")
     doctor.set_defaults(run=_doctor)
+    many = commands.add_parser(
+        "compare", formatter_class=argparse.ArgumentDefaultsHelpFormatter, help="systems of the literature at equal memory",
+        description="Compare systems on the bundled model (case tiny, throttled or simulated machine), or replay a case of the "
+        "literature on modelled hardware (simulated machine only).",
+    )  # fmt: skip
+    many.add_argument("--case", default="tiny", help="tiny, a case of data/hardware.toml (ds_high, ...), or all of those")
+    many.add_argument("--systems", default="all", help="names, comma-separated, or all")
+    many.add_argument("--machine", default="simulated", choices=("throttled", "simulated"), help="for case tiny; other cases are simulated")
+    many.add_argument("--link-gb-s", type=float, default=0.05, help="for case tiny; other cases bring their link")
+    many.add_argument("--memory", default="13MB", help="for case tiny; other cases bring their budget")
+    many.add_argument("--prompts", type=int, default=8, help="prompts (tiny: of all kinds in turn) or generated texts")
+    many.add_argument("--max-new-tokens", type=int, default=32, help="tokens to generate for each prompt")
+    many.add_argument("--json", action="store_true", help="print one JSON object (for all: a list)")
+    many.set_defaults(run=_compare)
+    types = commands.add_parser(
+        "architectures", help="which model types of the installed transformers work, and why others don't",
+        description="Build a tiny random model of every causal-LM type with routed experts that the installed transformers knows, and "
+        "say whether it is supported, how its router works, and how its experts are stored. Takes some 20 seconds.",
+    )  # fmt: skip
+    form = types.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print one JSON object")
+    form.add_argument("--markdown", action="store_true", help="print the page notebooks/architectures.md")
+    types.set_defaults(run=_architectures)
     return parser
 
 
@@ -60,6 +83,47 @@ def _doctor(options: argparse.Namespace) -> int:
     from specter_lab.doctor import doctor
 
     print(doctor())
+    return OK
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from specter_lab.baselines import SYSTEMS
+    from specter_lab.cases import compare_tiny, run_case
+    from specter_lab.hardware import hardware
+
+    systems = list(SYSTEMS) if options.systems == "all" else options.systems.split(",")
+    sizes = {"prompts": options.prompts, "max_new_tokens": options.max_new_tokens, "progress": True}
+    if options.case == "tiny":
+        done = [compare_tiny(systems, machine=options.machine, link_gb_s=options.link_gb_s, memory=options.memory, **sizes)]
+    elif options.machine == "throttled":
+        raise ValueError(f"Cases on modelled hardware are simulated; got --machine throttled for {options.case}. Use --case tiny.")
+    else:
+        names = list(hardware().cases) if options.case == "all" else [options.case]
+        done = [run_case(name, systems, **sizes) for name in names]
+    if options.json:
+        print(json.dumps([one.as_dict() for one in done] if options.case == "all" else done[0].as_dict()))
+    else:
+        for one in done:
+            size = one.rows[0]["device_bytes"]["total"] / 1e6
+            title = f"{one.rows[0]['case']}: {one.machine}, {size:,.0f} MB of device memory each"
+            Console(width=max(80, 16 * (1 + len(one.rows)))).print(_table(one.rows, title))
+    return OK if all(one.identical_tokens for one in done) else TOKENS_DIFFER
+
+
+def _architectures(options: argparse.Namespace) -> int:
+    from specter_lab.architectures import architectures, as_json, as_markdown
+
+    rows = architectures()
+    if options.json:
+        print(json.dumps(as_json(rows)))
+    elif options.markdown:
+        print(as_markdown(rows), end="")
+    else:
+        table = Table("type", "drafts", "router", "why not")
+        for row in rows:
+            drafts = "yes" if row.supported else "no" if row.without_drafter else "refused"
+            table.add_row(row.model_type, drafts, row.router, row.reason)
+        Console().print(table)
     return OK
 
 

@@ -181,11 +181,24 @@ def residual_lookahead(target: Target, *, bank: ExpertStore | None = None, **opt
     return _build(target, options, drafter=_self_draft(target, bank), **pieces)
 
 
+def specter_plus(target: Target, *, bank: ExpertStore | None = None, **options: Any) -> Pipeline:
+    """``residual_lookahead``, and the host computes the misses that the link couldn't bring in time.
+
+    Fewer bytes, a window of tokens for each read of an expert, and the host beside the link: no single one of them beats
+    the draft-free rivals that may use the host.
+
+    >>> import specter_lab as sl
+    >>> with sl.baselines.specter_plus(sl.load_moe("tiny-moe")) as pipeline: pipeline.assembly.split.name
+    'split by finish'
+    """
+    return residual_lookahead(target, bank=bank, **{"split": SplitByFinish(), **options})
+
+
 SYSTEMS: dict[str, Callable[..., Pipeline]] = {
     f.__name__: f
     for f in (
         on_demand, next_layer_gate, activation_aware, fiddler, speculative_on_demand, specmoeoff_b1, sp_moe, moe_speq, specter, lookahead,
-        residual_lookahead,
+        residual_lookahead, specter_plus,
     )
 }  # fmt: skip
 DRAFTLESS = frozenset({"on_demand", "next_layer_gate", "activation_aware", "fiddler"})

@@ -42,6 +42,11 @@ def library(attached, texts):
     return [recorder.log]
 
 
+def _moved(trace):
+    """Bytes of one copy: a bf16 expert of the bundled model has 98,304."""
+    return trace.of_kind("transfer")["bytes"].max()
+
+
 ACTIVE = {  # what proves that the mechanism did something
     "on_demand": lambda m, t: m["recall"] is None and m["hit_rate"] > 0,
     "next_layer_gate": lambda m, t: m["recall"] > 0.3 and "prefetch" in set(t.of_kind("transfer")["reason"]),
@@ -52,6 +57,8 @@ ACTIVE = {  # what proves that the mechanism did something
     "sp_moe": lambda m, t: m["recall"] > 0.05 and "prefetch" in set(t.of_kind("transfer")["reason"]),
     "moe_speq": lambda m, t: m["recall"] > 0.4 and len(set(t.of_kind("draft_length")["value"])) > 1,
     "specter": lambda m, t: m["recall"] > 0.2 and "prefetch" in set(t.of_kind("transfer")["reason"]),
+    "residual_lookahead": lambda m, t: m["recall"] > 0.7 and (t.of_kind("rebuild")["end_us"] > 0).all() and _moved(t) < 70_000,
+    "specter_plus": lambda m, t: m["recall"] > 0.7 and m["host_rate"] > 0.02 and _moved(t) < 70_000,
     "lookahead": lambda m, t: m["recall"] > 0.7 and "prefetch" in set(t.of_kind("transfer")["reason"]),
 }
 
@@ -68,7 +75,7 @@ def test_tokens_are_the_models_own_and_the_mechanism_is_active(attached, texts, 
         for ids, own in texts if machine.label == "simulated" else texts[:1]:
             run = pipeline.generate(ids, max_new_tokens=NEW, do_sample=False)
             assert run.new_ids == own
-            check_trace(run.trace, pipeline.plan.slots, [attached.store.blob_bytes(0)] * 8)
+            check_trace(run.trace, pipeline.plan.slots, [pipeline.prefetcher.blob_bytes(layer) for layer in range(8)])
     if machine.label == "simulated":
         assert ACTIVE[name](run.metrics, run.trace), f"{name} shows no sign of its mechanism: {run.metrics}"
 

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from specter_lab.pieces import Machine
 from specter_lab.records import ExpertKey
 
+Bytes = Callable[[ExpertKey], int]
+"""What an expert takes: to be moved over the link, or to be read by the host."""
+
 
 class SplitByFinish:
     """Splits the misses so that the later of the two lanes, link and host, ends first, given what both have to do already.
@@ -18,20 +21,20 @@ class SplitByFinish:
 
     >>> import specter_lab as sl
     >>> machine = sl.SimulatedMachine(link_gb_s=1.0, latency_us=0, host_gb_s=3.0)
-    >>> len(SplitByFinish().on_host({ExpertKey(0, e): 1 for e in range(4)}, lambda key: 1000, machine))
+    >>> len(SplitByFinish().on_host({ExpertKey(0, e): 1 for e in range(4)}, lambda key: 1000, lambda key: 1000, machine))
     3
     """
 
     name = "split by finish"
 
-    def on_host(self, missing: dict[ExpertKey, int], sizes: Callable[[ExpertKey], int], machine: Machine) -> set[ExpertKey]:
+    def on_host(self, missing: dict[ExpertKey, int], moved: Bytes, read: Bytes, machine: Machine) -> set[ExpertKey]:
         """The best prefix of the misses, by rows then id: of n + 1 splits the one whose later lane ends first."""
         order = sorted(missing, key=lambda key: (missing[key], key))
-        host, link = machine.host_backlog_us(), machine.link_backlog_us() + sum(machine.copy_us(sizes(key)) for key in order)
+        host, link = machine.host_backlog_us(), machine.link_backlog_us() + sum(machine.copy_us(moved(key)) for key in order)
         best, taken = link if len(order) else 0.0, 0
         for count, key in enumerate(order, start=1):
-            host += machine.host_us(sizes(key))
-            link -= machine.copy_us(sizes(key))
+            host += machine.host_us(read(key))
+            link -= machine.copy_us(moved(key))
             later = max(host, link) if count < len(order) else host
             if later < best:
                 best, taken = later, count
@@ -42,12 +45,12 @@ class AlwaysHost:
     """Every miss runs on the host: nothing is fetched on demand.
 
     >>> import specter_lab as sl
-    >>> len(AlwaysHost().on_host({ExpertKey(0, 1): 2}, lambda key: 1000, sl.SimulatedMachine()))
+    >>> len(AlwaysHost().on_host({ExpertKey(0, 1): 2}, lambda key: 1000, lambda key: 1000, sl.SimulatedMachine()))
     1
     """
 
     name = "always host"
 
-    def on_host(self, missing: dict[ExpertKey, int], sizes: Callable[[ExpertKey], int], machine: Machine) -> set[ExpertKey]:
+    def on_host(self, missing: dict[ExpertKey, int], moved: Bytes, read: Bytes, machine: Machine) -> set[ExpertKey]:
         """All of them."""
         return set(missing)

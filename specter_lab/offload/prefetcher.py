@@ -80,10 +80,8 @@ class Prefetcher:
 
     @property
     def planned(self) -> tuple[ExpertKey, int] | None:
-        """A prefetch that is on the link, or that would get a slot now, with its request; None when all have arrived."""
-        if self._flying:
-            return next(iter(self._flying.items()))
-        return None
+        """A copy that is on the link, with its request; None when all have arrived (an idle link was notified before)."""
+        return next(iter(self._flying.items()), None)
 
     @property
     def waiting(self) -> bool:
@@ -111,11 +109,13 @@ class Prefetcher:
         the host and never demanded.
         """
         self.machine.trace.needed(step, call.layer, call.needed)
-        intents, self._intents[call.layer] = self._intents[call.layer], {}
+        later = {expert: intent for expert, intent in self._intents[call.layer].items() if intent.step > step}
+        intents = {expert: intent for expert, intent in self._intents[call.layer].items() if intent.step <= step}
+        self._intents[call.layer] = later
         for expert, rows in zip(call.needed, call.rows, strict=True):
             key = ExpertKey(call.layer, expert)
             state = self.residency.state(key)
-            intent = intents.pop(expert, None)
+            intent = None if key in hosted else intents.pop(expert, None)
             request_id = self.residency.request_of(key)
             if key in hosted:
                 request_id = -1

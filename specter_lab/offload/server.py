@@ -30,8 +30,10 @@ class MissSplit(Protocol):
 
     name: str
 
-    def on_host(self, missing: dict[ExpertKey, int], sizes: Callable[[ExpertKey], int], machine: Machine) -> set[ExpertKey]:
-        """A subset of ``missing`` (key -> rows that use it, in id order)."""
+    def on_host(
+        self, missing: dict[ExpertKey, int], moved: Callable[[ExpertKey], int], read: Callable[[ExpertKey], int], machine: Machine
+    ) -> set[ExpertKey]:
+        """A subset of ``missing`` (key -> rows that use it, in id order); ``moved`` and ``read``: an expert's bytes on link and host."""
 
 
 class OffloadServer:
@@ -58,7 +60,7 @@ class OffloadServer:
 
     def serve(self, call: LayerCall, compute: Compute) -> None:
         """Each needed expert as soon as it is resident; it can't be evicted while it computes."""
-        machine, prefetcher = self.machine, self.prefetcher
+        machine, prefetcher, residency = self.machine, self.prefetcher, self.prefetcher.residency
         machine.compute("target", "attention", step=self.step, layer=call.layer, tokens=call.experts.shape[0])
         pending = {ExpertKey(call.layer, e): rows for e, rows in zip(call.needed, call.rows, strict=True)}
         self.needed |= pending
@@ -79,12 +81,18 @@ class OffloadServer:
             self._serve_one(pending, compute)
         if hosted:
             machine.join_host(step=self.step, layer=call.layer)
+            for key in sorted(hosted):
+                residency.eviction.used(key)  # popularity doesn't ask where an expert was computed
 
     def _hosted(self, pending: dict[ExpertKey, int]) -> set[ExpertKey]:
         if self.split is None:
             return set()
         missing = {key: rows for key, rows in pending.items() if self.prefetcher.absent(key)}
-        return self.split.on_host(missing, lambda key: self.prefetcher.store.blob_bytes(key.layer), self.machine) if missing else set()
+        if not missing:
+            return set()
+        return self.split.on_host(
+            missing, lambda key: self.prefetcher.blob_bytes(key.layer), lambda key: self.host_store.blob_bytes(key.layer), self.machine
+        )
 
     def _serve_one(self, pending: dict[ExpertKey, int], compute: Compute) -> None:
         machine, prefetcher, residency = self.machine, self.prefetcher, self.prefetcher.residency

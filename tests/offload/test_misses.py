@@ -26,7 +26,7 @@ def test_no_split_ends_earlier(rows, ratio, backlog):
         host = backlog + len(hosted) * machine.host_us(10) if hosted else 0.0
         return max(link, host)
 
-    chosen = SplitByFinish().on_host(missing, lambda key: 10, machine)
+    chosen = SplitByFinish().on_host(missing, lambda key: 10, lambda key: 10, machine)
     subsets = itertools.chain.from_iterable(itertools.combinations(missing, n) for n in range(len(missing) + 1))
     assert ends(chosen) <= min(ends(set(s)) for s in subsets) + 1e-9
 
