@@ -7,9 +7,11 @@ machines. Assembled: ``Pipeline`` and ``baselines``. Looked at: ``compare``, ``p
 from importlib.metadata import PackageNotFoundError, version
 
 from specter_lab import baselines, experiments
+from specter_lab.architectures import Architecture, architectures
 from specter_lab.bundled import Prompt, bundled_model, data_folder, load_prompts
 from specter_lab.calibration import calibrate, costs_of
 from specter_lab.comparison import Comparison, compare
+from specter_lab.divergence import Divergence, divergence
 from specter_lab.doctor import DoctorReport, doctor
 from specter_lab.experiments import Experiment, ablate
 from specter_lab.generation import Generation
@@ -61,6 +63,7 @@ __all__ = [
     "LRU",
     "ActivationAware",
     "AlwaysHost",
+    "Architecture",
     "ChunkedLookahead",
     "ClairvoyantEviction",
     "Comparison",
@@ -69,6 +72,7 @@ __all__ = [
     "CutoffLookahead",
     "Dense",
     "DeviceBytes",
+    "Divergence",
     "DoctorReport",
     "DraftLookahead",
     "DraftToken",
@@ -106,6 +110,7 @@ __all__ = [
     "Transfer",
     "Verification",
     "ablate",
+    "architectures",
     "baselines",
     "bundled_model",
     "calibrate",
@@ -113,6 +118,7 @@ __all__ = [
     "costs_of",
     "data_folder",
     "describe_colours",
+    "divergence",
     "doctor",
     "experiments",
     "format_named",

@@ -60,8 +60,9 @@ def run_case(
     """Compare systems on one case at the device memory of Specter's own setting there, on the simulated machine.
 
     The link is the case's, compute costs come from ``costs_for``, the host reads weights as fast as the A800 host of
-    ``hardware().hosts``; rebuilding a residual is charged as ``rebuild_us`` derives it. Drafts have the case's length, but for systems that bring their own. ``activation_aware`` learns
-    from texts of another seed. ``speedup`` is against the fastest system that isn't one of ``OURS``.
+    ``hardware().hosts``; rebuilding a residual is charged as ``rebuild_us`` derives it. Drafts have the case's length, but
+    for systems that bring their own. ``activation_aware`` learns from texts of another seed. ``speedup`` is against the
+    fastest system that isn't one of ``OURS``.
 
     >>> run_case("ds_low", ["on_demand", "specter"], prompts=1, max_new_tokens=4).rows[1]["case"]
     'ds_low'

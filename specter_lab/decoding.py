@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from specter_lab.loop import Committed
 from specter_lab.offload.server import OffloadServer, ResidentServer
 from specter_lab.pieces import Drafter, ExpertStore, Machine
-from specter_lab.records import DraftToken, Routing, Verification
+from specter_lab.records import DraftToken, LayerCall, Routing, Verification
 from specter_lab.seam import ExpertsSeam
 from specter_lab.speculate.choice import Chooser
 from specter_lab.speculate.verification import verify_greedy, verify_sampled
@@ -43,11 +43,13 @@ class Decoding:
     ) -> Tensor:
         """What ``model.generate`` calls with everything prepared; returns (1, tokens) ids."""
         self.model, self.ids, self.stopping = model, input_ids, stopping_criteria
-        self.max_length = generation_config.max_length
+        self.max_length, self.sampling = generation_config.max_length, bool(generation_config.do_sample)
+        self.scores: list[Tensor] | None = [] if generation_config.output_scores else None
+        self.logits: list[Tensor] | None = [] if generation_config.output_logits else None
         self.chooser = Chooser(logits_processor, do_sample=generation_config.do_sample, generator=self.generator)
         eos = generation_config.eos_token_id
         self.end_tokens = frozenset([eos] if isinstance(eos, int) else eos or [])
-        self.cache: DynamicCache = inputs["cache"]
+        self.cache: DynamicCache | None = inputs.get("cache")  # None: the model makes one of its own kind
         self.machine.compute("target", "plan", step=0)
         self.run(self)
         if self.streamer is not None:
@@ -66,8 +68,9 @@ class Decoding:
     def prefill(self, server: OffloadServer) -> Committed:
         """The prompt through the target; commits the first token."""
         logits = self._target_pass(self.ids, 1, server)
-        self.cache.activate_past_recording()
-        return self._commit(self._verify([], logits))
+        if self.drafter is not None and self.cache is not None:  # without drafts nothing is ever taken back
+            self.cache.activate_past_recording()
+        return self._judge([], logits)
 
     def draft(self, step: int, length: int) -> Iterator[DraftToken]:
         """The drafter's tokens; afterwards the cache is back at the committed prefix."""
@@ -76,24 +79,23 @@ class Decoding:
         try:
             yield from self.drafter.draft(self, length)
         finally:  # also when the loop stops drafting early
-            self.cache.crop(-self.scratch)
+            self._crop(self.scratch)
 
     def verify(self, step: int, drafted: Sequence[DraftToken], server: OffloadServer) -> Committed:
         """One pass over the last token and the drafts; of its cache entries, those of committed tokens stay."""
         window = torch.cat([self.ids[:, -1:], self.ids.new_tensor([[d.token for d in drafted]], dtype=torch.long)], dim=1)
-        committed = self._commit(self._verify(drafted, self._target_pass(window, window.shape[1], server)))
-        self.cache.crop(-(len(drafted) + 1 - committed.tokens))
+        committed = self._judge(drafted, self._target_pass(window, window.shape[1], server))
+        self._crop(len(drafted) + 1 - committed.tokens)
         return committed
 
     def forward(self, token: int, bank: ExpertStore) -> tuple[Tensor, DraftToken]:
         """DraftContext: one scratch token through the shared skeleton with ``bank``'s experts."""
-        position = self.cache.get_seq_length()
+        position = self.position + self.scratch
         with self.seam.serving(ResidentServer(bank, self.machine, "draft", self.step)) as calls:
             out = self.model(input_ids=self.ids.new_tensor([[token]]), cache=self.cache, use_cache=True)
         self.scratch += 1
         self.machine.compute("draft", "head", step=self.step, tokens=1)
-        routing = Routing(position, tuple(c.experts for c in calls), tuple(c.weights for c in calls if c.weights is not None))
-        return out.logits[0, -1], DraftToken(-1, position, routing=routing)
+        return out.logits[0, -1], DraftToken(-1, position, routing=self._routing(position, calls))
 
     def choose(self, logits: Tensor, prefix: Sequence[int]) -> tuple[int, Tensor | None]:
         """DraftContext: the request's own choice after the drafted ``prefix``."""
@@ -103,21 +105,56 @@ class Decoding:
         """(1, n) tokens through the target with offloaded experts -> (rows, vocabulary) logits of the last rows."""
         with self.seam.serving(server):
             out = self.model(input_ids=tokens, cache=self.cache, use_cache=True, logits_to_keep=rows)
+        self.cache = out.cache
         self.machine.compute("target", "head", step=server.step, tokens=rows)
         return out.logits[0, -rows:]
 
-    def _verify(self, drafted: Sequence[DraftToken], logits: Tensor) -> Verification:
-        prefixes = [[d.token for d in drafted[:i]] for i in range(len(drafted) + 1)]
-        if self.chooser.do_sample:
-            return verify_sampled(drafted, lambda i: self.chooser.probs(self.ids, prefixes[i], logits[i]), self.generator)
-        return verify_greedy(drafted, lambda i: self.chooser.choose(self.ids, prefixes[i], logits[i])[0])
+    def _crop(self, tokens: int) -> None:
+        """Take the last ``tokens`` entries off the cache; also with 0, which lets sliding layers forget what slid out."""
+        if self.drafter is not None and self.cache is not None:
+            self.cache.crop(-tokens)
 
-    def _commit(self, verification: Verification) -> Committed:
+    def _routing(self, position: int, calls: Sequence[LayerCall]) -> Routing:
+        """One row's experts a MoE layer: of all its calls, where a model loops over layers; without ids of skipped experts."""
+        experts: list[list[Tensor]] = [[] for _ in self.seam.modules]
+        weights: list[list[Tensor]] = [[] for _ in self.seam.modules]
+        for call in calls:
+            assert call.weights is not None  # only a replay has none
+            ids, odds = call.experts, call.weights
+            if len(call.needed) < ids.shape[1]:
+                there = ids[0] < self.seam.experts(call.layer)
+                ids, odds = ids[:, there], odds[:, there]
+            experts[call.layer].append(ids)
+            weights[call.layer].append(odds)
+        joined = ((parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) for parts in lists) for lists in (experts, weights))
+        return Routing(position, *map(tuple, joined))
+
+    def _judge(self, drafted: Sequence[DraftToken], logits: Tensor) -> Committed:
+        """Verify and commit, from (drafts + 1, vocabulary) logits; each row is processed once."""
+        prefix = [d.token for d in drafted]
+        scores: dict[int, Tensor] = {}
+
+        def row(i: int) -> Tensor:
+            if i not in scores:
+                scores[i] = self.chooser.scores(self.ids, prefix[:i], logits[i])
+            return scores[i]
+
+        if self.sampling:
+            verification = verify_sampled(drafted, lambda i: row(i).softmax(-1), self.generator)
+        else:
+            verification = verify_greedy(drafted, lambda i: int(row(i).argmax()))
+        return self._commit(verification, scores, logits)
+
+    def _commit(self, verification: Verification, scores: Mapping[int, Tensor], logits: Tensor) -> Committed:
         """Append tokens until a stopping criterion holds."""
-        for kept, token in enumerate(verification.tokens, start=1):
+        for i, token in enumerate(verification.tokens):
             self.ids = torch.cat([self.ids, self.ids.new_tensor([[token]])], dim=1)
+            if self.scores is not None:
+                self.scores.append(scores[i][None])
+            if self.logits is not None:
+                self.logits.append(logits[i].float()[None])
             if self.streamer is not None:
                 self.streamer.put(self.ids[0, -1:].cpu())
-            if bool(self.stopping(self.ids, None).all()):
-                return Committed(kept, verification.accepted, finished=True)
+            if bool(self.stopping(self.ids, None if self.scores is None else tuple(self.scores)).all()):
+                return Committed(i + 1, verification.accepted, finished=True)
         return Committed(len(verification.tokens), verification.accepted, finished=False)

@@ -1,24 +1,35 @@
 """Open a transformers MoE: its geometry, its routers, and its experts moved to a host store.
 
-Nothing here knows a model by name: layers and experts are read from the modules, widths and KV bytes from one
-probe forward of a single token.
+Nothing here knows a model by name: layers and experts are read from the modules, the rest from a small probe forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import operator
+import os
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM
 
+from specter_lab.accumulation import sum_dtypes
 from specter_lab.bundled import bundled_model
-from specter_lab.quantize import Dense, ExpertBank, format_named, narrowest_exact_dtype
-from specter_lab.records import ExpertKey, Geometry
-from specter_lab.seam import ExpertsSeam, experts_modules
+from specter_lab.geometry import geometry_of, refuse_unsupported, routers_of
+from specter_lab.loading.folder import is_prepared
+from specter_lab.loading.host_memory import available_bytes
+from specter_lab.loading.prepare import load_tokenizer
+from specter_lab.loading.prepared import PreparedModel, write_prepared
+from specter_lab.loading.streamed import StreamedModel, refuse_unpacking, should_stream
+from specter_lab.probe import probe
+from specter_lab.quantize import Dense, ExpertBank, Format, format_named, narrowest_exact_dtype
+from specter_lab.quantize.residual import ResidualBank
+from specter_lab.records import ExpertKey
+from specter_lab.routers import Routers
+from specter_lab.seam import ExpertsSeam
 
 BUNDLED = "tiny-moe"
 
@@ -30,12 +41,19 @@ def load_moe(
     device_map: Any = None,
     revision: str | None = None,
     tokenizer: Any = None,
+    stream: bool | None = None,
+    mapped: bool = False,
+    dequantize: bool = False,
 ) -> MoE:
     """Open a mixture-of-experts language model.
 
     ``name_or_path_or_model``: "tiny-moe" (bundled), a folder, a hub id, or a transformers model object.
     ``dtype``: as in ``from_pretrained``; "float32" gives tokens that are provably the model's own.
     Only safetensors are read and no remote code is run. A folder without a tokenizer opens, and takes token ids.
+
+    ``stream``: the experts go from the checkpoint straight into the host store, and the model is attached from the
+    start. By default so if the files take over half of the free host memory, or hold MXFP4: such experts stay packed,
+    unless ``dequantize``. ``mapped``: the experts of a prepared folder (see ``prepare_moe``) stay on disk.
 
     Raises ``ValueError`` for a dense model, experts outside transformers' registry, a broken or incomplete checkpoint.
 
@@ -47,11 +65,27 @@ def load_moe(
         return MoE(name_or_path_or_model, tokenizer, str(getattr(name_or_path_or_model.config, "_name_or_path", "") or "a model object"))
     name = str(name_or_path_or_model)
     path = str(bundled_model()) if name == BUNDLED else name
+    if is_prepared(path):
+        prepared = PreparedModel(path, dtype=dtype, device_map=device_map, revision=revision)
+        moe = MoE(prepared.model(), tokenizer or load_tokenizer(str(prepared.folder)), prepared.fingerprint["model"])
+        return moe.adopt(prepared.store(mapped), prepared.drafts)
     if path == name and (name.startswith((".", "/", "~")) or Path(name).exists()) and not Path(name, "config.json").is_file():
         raise ValueError(
             f"A model folder holds config.json and safetensors; {name!r} has no config.json. "
             f"Give such a folder, a hub id, or {BUNDLED!r} for the bundled model."
         )
+    if mapped:
+        raise ValueError(
+            f"Experts are mapped from a prepared folder; {name!r} is a checkpoint, where they don't lie in one piece. "
+            "Call prepare_moe(name, folder) once, then load_moe(folder, mapped=True)."
+        )
+    if stream or (stream is None and should_stream(path, revision)):
+        with StreamedModel(path, dtype=dtype, device_map=device_map, revision=revision, dequantize=dequantize) as streamed:
+            refuse_unsupported(streamed.twin, name)
+            moe = MoE(streamed.skeleton(), tokenizer or load_tokenizer(path, revision), name)
+            return moe.adopt(streamed.store())
+    if stream is False:
+        refuse_unpacking(path, dtype, revision)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
@@ -77,9 +111,7 @@ def load_moe(
             f"A checkpoint must hold every weight of its model; {name!r} lacks {len(missing)} ({', '.join(missing[:3])}, ...) and has "
             f"{len(info['mismatched_keys'])} of another shape. Copy or download it again; weights are never made up."
         )
-    if tokenizer is None and (path != name or Path(path).is_dir() is False or any(Path(path).glob("tokenizer*"))):
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
-    return MoE(model.eval(), tokenizer, name)
+    return MoE(model.eval(), tokenizer or load_tokenizer(path, revision), name)
 
 
 class MoE:
@@ -87,7 +119,8 @@ class MoE:
 
     ``attach`` moves the routed experts into ``store`` (host memory) and leaves ``meta`` parameters in the modules;
     ``detach`` restores the same parameter objects, values and configs. As a context manager it does both. A pipeline
-    attaches by itself, and detaches when the last one is closed.
+    attaches by itself, and detaches when the last one is closed. ``rollback`` is empty if drafts can be taken back from the
+    model's cache, and else says why not: such a model decodes without a drafter only.
 
     >>> import specter_lab as sl
     >>> sl.load_moe("tiny-moe")
@@ -95,15 +128,21 @@ class MoE:
     """
 
     def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
-        _refuse_unsupported(model, name)
+        refuse_unsupported(model, name)
         self.model, self.tokenizer, self.name = model, tokenizer, name
-        self.seam = ExpertsSeam(model)
-        self.geometry = _geometry(model, self.seam)
-        self._routers = [_router(model, path) for path in experts_modules(model)]
+        self.seam, self.routers = ExpertsSeam(model), Routers(model, routers_of(model))
+        seen = probe(model, self.seam, self.routers)
+        self.geometry = geometry_of(model, self.seam, seen)
+        self.routers.learn(seen.routers)
+        self.seam.routers = self.routers
+        self.seam.sum_dtypes = sum_dtypes(self.seam, seen.calls)
+        self.rollback = seen.rollback
         self._parts: list[ExpertBank] = []
         self._store: ExpertBank | None = None
         self._leases = 0
         self._own_attach = False
+        self._streamed = False
+        self._drafts: Mapping[Format, Callable[[], ExpertBank]] = {}
 
     @property
     def device(self) -> torch.device:
@@ -133,7 +172,8 @@ class MoE:
         dtype = narrowest_exact_dtype(self)
 
         def take(layer: int) -> None:
-            self._parts.append(ExpertBank.pack(_OneLayer(self, layer), Dense(dtype)))
+            part = ExpertBank.pack(_OneLayer(self, layer), Dense(dtype))
+            self._parts.append(part.to("cpu").page_locked() if self.device.type == "cuda" else part)
 
         try:
             self.seam.attach(take)
@@ -143,19 +183,52 @@ class MoE:
             raise
         return self
 
+    def adopt(self, store: ExpertBank, drafts: Mapping[Format, Callable[[], ExpertBank]] | None = None) -> MoE:
+        """Attach with a store that is there already: for a model whose experts are on meta. ``drafts`` load saved draft banks."""
+        self._parts = store.split()
+        self.seam.attach(lambda layer: None)
+        self._store, self._drafts, self._streamed = store, drafts or {}, True
+        return self
+
     def detach(self) -> None:
-        """Put every expert back. Idempotent; ``RuntimeError`` while a pipeline still needs them out."""
+        """Put every expert back. Idempotent; ``RuntimeError`` while a pipeline still needs them out, or for want of memory."""
         if self._leases:
             raise RuntimeError(f"A model is detached after its pipelines are closed; {self._leases} are open. Call close() on each.")
+        needed, available = sum(map(operator.mul, self.geometry.experts, self.geometry.expert_bytes)), available_bytes()
+        if self._streamed and needed > available:
+            raise RuntimeError(
+                f"Detaching puts all experts into the model, beside the store; that takes {needed:,} bytes here, {available:,} are free. "
+                "Keep it attached: pipelines need no more than the store."
+            )
         self._put_back()
 
     def route(self, layer: int, hidden: Tensor) -> Tensor:
         """(positions, hidden_size) -> (positions, experts_per_token): that MoE layer's own router on these states."""
-        return next(out for out in self._routers[layer](hidden) if not out.is_floating_point())
+        return self.routers.pick(layer, hidden)
 
     def quantize(self, format: str = "qint4", group_size: int | None = None) -> ExpertBank:
         """A low-bit bank of all routed experts, for a draft: "qint8", "qint4", "qint2" or "qfloat8"."""
-        return ExpertBank.pack(self, format_named(format, group_size))
+        wanted = format_named(format, group_size)
+        bank = self._drafts[wanted]() if wanted in self._drafts else ExpertBank.pack(self, wanted)
+        return bank.to(self.device) if self.device.type == "cuda" else bank
+
+    def residuals(self, bank: ExpertBank) -> ResidualBank:
+        """What is missing beside ``bank``'s codes (qint4 or qint8) to rebuild every expert bit for bit; while attached."""
+        return ResidualBank.build(self.store, bank)
+
+    def save_prepared(self, folder: str | os.PathLike[str], drafts: Iterable[ExpertBank] = ()) -> None:
+        """Write the model, its experts and these draft banks to ``folder``, for ``load_moe(folder)``; an older one there is
+        replaced at once or not at all. ``ValueError`` for a model that its config doesn't describe."""
+
+        def experts(data: Path, fingerprint: Mapping[str, Any]) -> None:
+            if self._store is not None:
+                self._store.save(data, fingerprint)
+            else:
+                ExpertBank.pack_to(data, self, Dense(narrowest_exact_dtype(self)), fingerprint)
+
+        write_prepared(
+            folder, self.model, name=self.name, revision=None, dtype=self.dtype, experts=experts, drafts=drafts, tokenizer=self.tokenizer
+        )
 
     # The three methods that make a MoE a source of experts for ExpertBank.pack.
     def experts(self, layer: int) -> int:
@@ -202,7 +275,8 @@ class MoE:
         return self if self.seam.attached else self.attach()
 
     def __exit__(self, *exception: object) -> None:
-        self.detach()
+        if not self._streamed:  # such a model was never whole, and may not fit
+            self.detach()
 
     def _put_back(self) -> None:
         def stacked(layer: int, name: str) -> Tensor:
@@ -210,7 +284,7 @@ class MoE:
             return torch.stack([part.own_weights(ExpertKey(0, e))[name] for e in range(part.experts(0))])
 
         self.seam.detach(stacked)
-        self._parts, self._store, self._own_attach = [], None, False
+        self._parts, self._store, self._own_attach, self._streamed = [], None, False, False
 
     def __repr__(self) -> str:
         g = self.geometry
@@ -235,65 +309,5 @@ class _OneLayer:
     def tensors(self, key: ExpertKey) -> dict[str, Tensor]:
         return self.moe.seam.tensors(ExpertKey(self.layer, key.expert))
 
-
-def _refuse_unsupported(model: Any, name: str) -> None:
-    if not experts_modules(model):
-        config = model.config.get_text_config()
-        counts = [getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")]
-        if any(isinstance(n, int) and n > 1 for n in counts):
-            raise ValueError(
-                f"Experts must be dispatched through transformers' experts registry; those of {config.model_type} ({name}) aren't, "
-                f"so nothing can be put between router and experts. Use a model type whose experts class is decorated for it."
-            )
-        raise ValueError(
-            f"specter_lab offloads routed experts; {config.model_type} ({name}) has none (a dense model). "
-            f"Use a mixture-of-experts model, for instance {BUNDLED!r}."
-        )
-    if model.training:
-        raise ValueError(f"Inference needs a model in evaluation mode; {name} is in training mode. Call model.eval() first.")
-
-
-def _router(model: nn.Module, experts_path: str) -> nn.Module:
-    parent = model.get_submodule(experts_path.rpartition(".")[0])
-    found = [child for name, child in parent.named_children() if name in ("gate", "router")]
-    if not found:
-        raise ValueError(
-            f"A router is a child named gate or router beside the experts; {type(parent).__name__} ({experts_path}) has "
-            f"{[name for name, _ in parent.named_children()]}. This architecture isn't supported."
-        )
-    return found[0]
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum({id(t): t.numel() * t.element_size() for t in tensors}.values())
-
-
-def _geometry(model: Any, seam: ExpertsSeam) -> Geometry:
-    paths = list(experts_modules(model))
-    picked: list[int] = []
-    hooks = [m.register_forward_pre_hook(lambda _m, args: picked.append(args[1].shape[-1])) for m in seam.modules]
-    cache: Any = DynamicCache(config=model.config)
-    try:
-        with torch.no_grad():
-            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), cache=cache, use_cache=True)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    config = model.config.get_text_config()
-    parents = [model.get_submodule(path.rpartition(".")[0]) for path in paths]
-    experts = [p for m in seam.modules for p in m.parameters()]
-    every = [*model.parameters(), *model.buffers()]
-    return Geometry(
-        model_type=config.model_type,
-        decoder_layers=tuple(int(next(part for part in path.split(".") if part.isdigit())) for path in paths),
-        dense_layers=config.num_hidden_layers - len(paths),
-        experts=tuple(seam.experts(layer) for layer in range(len(paths))),
-        experts_per_token=max(picked),
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        max_positions=config.max_position_embeddings,
-        expert_bytes=tuple(_bytes(seam.tensors(ExpertKey(layer, 0)).values()) for layer in range(len(paths))),
-        shared_expert_bytes=_bytes(p for parent in parents for n, p in parent.named_parameters() if "shared" in n),
-        non_expert_bytes=_bytes(every) - _bytes(experts),
-        kv_bytes_per_token=_bytes(t for layer in cache.layers if layer.is_initialized for t in (layer.keys, layer.values)),
-    )
+    def transposed(self, layer: int) -> bool:
+        return self.moe.transposed(self.layer)

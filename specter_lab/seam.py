@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from specter_lab.pieces import ExpertServer
 from specter_lab.records import ExpertKey, LayerCall
+from specter_lab.routers import Routers
 
 IMPLEMENTATION = "specter_offload"
 
@@ -40,7 +41,7 @@ def expert_forward(module: Any, rows: Tensor, weights: Mapping[str, Tensor]) -> 
     """
     up_name = "gate_up_proj" if module.has_gate else "up_proj"
     up, down = weights[up_name], weights["down_proj"]
-    quantized = type(up) is not Tensor
+    quantized = hasattr(up, "qtype")  # quanto's; MXFP4 is unpacked by the ``to`` below, as dense ones are widened
     dtype = up.dtype if quantized else rows.dtype
     hidden = rows.to(dtype)
 
@@ -72,6 +73,8 @@ class _Place:
 def _offload_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The registered implementation: (positions, hidden), (positions, k), (positions, k) -> (positions, hidden)."""
     place: _Place = module._specter_place
+    if top_k_weights.shape != top_k_index.shape:  # some routers hand on a weight for every expert instead of the picked ones
+        top_k_weights = top_k_weights.gather(1, top_k_index.clamp(max=top_k_weights.shape[1] - 1))
     return place.seam.run_layer(place.layer, module, hidden_states, top_k_index, top_k_weights)
 
 
@@ -89,9 +92,12 @@ class ExpertsSeam:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.modules: tuple[Any, ...] = tuple(experts_modules(model).values())
+        self.routers: Routers | None = None
+        self.sum_dtypes: dict[int, torch.dtype] = {}
         self.attached = False
         self._server: ExpertServer | None = None
         self._calls: list[LayerCall] = []
+        self._probed: dict[int, tuple[Tensor, Tensor, Tensor]] | None = None
         self._originals: list[tuple[Any, dict[str, nn.Parameter]]] = []
 
     def experts(self, layer: int) -> int:
@@ -124,22 +130,50 @@ class ExpertsSeam:
             self._originals.append((module.config, originals))
             for name, parameter in originals.items():
                 module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
-                parameter.data = parameter.data.new_empty(0)
-            module.config = copy.copy(module.config)
-            module.config._experts_implementation = IMPLEMENTATION
-            module._specter_place = _Place(self, layer)
+                if parameter.is_meta:  # a streamed model's: what detach puts there is made now
+                    device = next(p.device for p in self.model.parameters() if not p.is_meta)
+                    originals[name] = nn.Parameter(torch.empty(0, dtype=parameter.dtype, device=device))
+                else:
+                    parameter.data = parameter.data.new_empty(0)
+            self._dispatch(layer, module)
+        if self.routers is not None:
+            self.routers.watch()
+
+    def _dispatch(self, layer: int, module: Any) -> None:
+        module.config = copy.copy(module.config)
+        module.config._experts_implementation = IMPLEMENTATION
+        module._specter_place = _Place(self, layer)
 
     def detach(self, give_back: Callable[[int, str], Tensor]) -> None:
         """Put every parameter object back with the values ``give_back(layer, name)``, and every config. Idempotent."""
         for layer, (config, originals) in enumerate(self._originals):
             module = self.modules[layer]
             for name, parameter in originals.items():
-                parameter.data = give_back(layer, name).to(parameter.dtype)
+                parameter.data = give_back(layer, name).to(parameter)  # its dtype and device
                 module._parameters[name] = parameter
             module.config = config
             del module._specter_place
         self._originals.clear()
         self.attached = False
+        if self.routers is not None:
+            self.routers.unwatch()
+
+    @contextmanager
+    def probed(self) -> Iterator[dict[int, tuple[Tensor, Tensor, Tensor]]]:
+        """Inside, experts give zeros without being read; yields the first arguments that each layer is called with."""
+        before = [(module.config, vars(module).get("_specter_place")) for module in self.modules]
+        self._probed = {}
+        try:
+            for layer, module in enumerate(self.modules):
+                self._dispatch(layer, module)
+            yield self._probed
+        finally:
+            self._probed = None
+            for module, (config, place) in zip(self.modules, before, strict=True):
+                module.config = config
+                vars(module).pop("_specter_place", None)
+                if place is not None:
+                    module._specter_place = place
 
     @contextmanager
     def serving(self, server: ExpertServer) -> Iterator[list[LayerCall]]:
@@ -151,16 +185,24 @@ class ExpertsSeam:
             yield calls
         finally:
             self._server, self._calls = before
+            if self.routers is not None:
+                self.routers.last = None  # it holds the states of a whole prompt
 
     def run_layer(self, layer: int, module: Any, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """One layer's experts, served in any order, summed in id order as eager transformers does."""
+        if self._probed is not None:
+            self._probed.setdefault(layer, (hidden, experts, weights))
+            return torch.zeros_like(hidden)
         if self._server is None:
             raise RuntimeError(
                 f"An attached model runs its experts from a pipeline: MoE layer {layer} was called without one. "
                 "Use Pipeline.generate(), or detach() the model first."
             )
         call, groups = _group(layer, hidden, experts, weights, self.experts(layer))
-        self._calls.append(call)
+        self._calls.append(replace(call, hidden=hidden.new_empty(0)))  # a long prompt's states of all layers at once would be large
+        asked = self.routers.last if self.routers is not None else None
+        if asked is not None and asked[0] == layer:
+            call = replace(call, hidden=asked[1].states)
         parts: dict[int, Tensor] = {}
 
         def compute(expert: int, tensors: Mapping[str, Tensor]) -> None:
@@ -170,14 +212,14 @@ class ExpertsSeam:
             parts[expert] = rows * scale
 
         self._server.serve(call, compute)
-        out = torch.zeros_like(hidden)
+        out = torch.zeros_like(hidden, dtype=self.sum_dtypes.get(layer, hidden.dtype))
         for expert in call.needed:
             token = groups[expert][0]
             if token is None:
                 out += parts[expert].to(out.dtype)
             else:
                 out.index_add_(0, token, parts[expert].to(out.dtype))
-        return out
+        return out.to(hidden.dtype)
 
 
 _Groups = dict[int, tuple[Tensor | None, Any]]
@@ -186,8 +228,8 @@ _Groups = dict[int, tuple[Tensor | None, Any]]
 def _group(layer: int, hidden: Tensor, experts: Tensor, weights: Tensor, count: int) -> tuple[LayerCall, _Groups]:
     """Which rows and ranks use each expert, in eager's order (rank first). Ids >= count (skip experts) are left out."""
     groups: _Groups = {}
-    if experts.shape[0] == 1:  # decoding: no index arithmetic, the rows are the one row
-        for rank, expert in enumerate(experts[0].tolist()):
+    if experts.shape[0] == 1 and len(set(picked := experts[0].tolist())) == len(picked):  # decoding: the rows are the one row
+        for rank, expert in enumerate(picked):
             if expert < count:
                 groups[expert] = (None, rank)
         needed = tuple(sorted(groups))

@@ -14,6 +14,7 @@ from specter_lab import pieces
 from specter_lab.baselines import SYSTEMS
 
 ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
 SLOW, FAST = "sl.ThrottledMachine(link_gb_s=0.1)", "sl.SimulatedMachine()"
 
 
@@ -100,8 +101,27 @@ def test_the_micro_reference_names_what_there_is() -> None:
     assert "`Pipeline`" in table
 
 
+def test_each_public_name_is_explained() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    named = set(re.findall(r"`([\w.]+)`", text))
+    assert [name for name in sl.__all__ if name not in named and f"sl.{name}" not in text] == [], "add it to the README's API on one screen"
+
+
+def test_the_systems_are_all_listed() -> None:
+    table = between((ROOT / "README.md").read_text("utf-8"), "systems")
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(SYSTEMS)
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_each_class_that_is_named_is_there(name: str) -> None:
+    text = (ROOT / name).read_text("utf-8")
+    named = set(re.findall(r"`([A-Z][A-Za-z0-9]*[a-z]\w*)`", text)) - {"Makefile"}
+    sources = text + "".join(path.read_text("utf-8") for path in (ROOT / "specter_lab").rglob("*.py"))
+    assert named - set(re.findall(r"^\s*class (\w+)", sources, re.MULTILINE)) == set()
+
+
 def test_the_layout_lists_what_there_is() -> None:
-    (tree,) = blocks("README.md", "")
+    (tree,) = blocks("README.md", "text")
     paths = tree_paths(tree)
     assert len(paths) > 20
     assert [path for path in paths if not (ROOT / path).exists()] == []

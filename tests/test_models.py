@@ -180,3 +180,50 @@ def test_a_draft_bank_holds_the_same_experts_attached_or_not():
     loose = moe.quantize("qint8")
     with moe:
         assert all(torch.equal(loose.blob(ExpertKey(la, e)), moe.quantize("qint8").blob(ExpertKey(la, e))) for la, e in ((0, 0), (7, 23)))
+
+
+def test_experts_that_take_no_part_in_the_text_model_are_refused():
+    """A tower beside it, say: nothing could be known of how its experts are called."""
+    model = tiny("mixtral")
+    model.tower = copy.deepcopy(model.model.layers[0].mlp)
+    with pytest.raises(ValueError, match=r"take part in a forward; of 4 in MixtralForCausalLM, \[3\] didn't"):
+        sl.load_moe(model)
+
+
+def test_experts_without_a_router_beside_them_are_refused():
+    model = tiny("mixtral")
+    block = model.model.layers[1].mlp
+    block.chooser = block._modules.pop("gate")
+    with pytest.raises(
+        ValueError, match=r"a child named gate or router beside the experts; MixtralSparseMoeBlock .* has \['experts', 'chooser'\]"
+    ):
+        sl.load_moe(model)
+
+
+def test_a_config_that_hides_its_experts_is_still_no_dense_one():
+    """dbrx keeps the number of its experts in a config within its config."""
+    model = tiny("llama")
+    model.config.ffn_config = {"moe_num_experts": 4}
+    with pytest.raises(ValueError, match=r"experts registry; those of llama \(a model object: moe_num_experts=4\) aren't"):
+        sl.load_moe(model)
+
+
+def test_loading_leaves_no_hooks_and_no_trace():
+    """The probe at the start watches routers and takes experts' places; afterwards all is as before."""
+    model = tiny("gpt_oss")
+    before, own = snapshot(model), model(torch.arange(3, 12)[None]).logits
+    moe = sl.load_moe(model)
+    same(before, model)
+    with moe:
+        assert any(router._forward_hooks for router in moe.routers.modules)
+    same(before, model)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert torch.equal(model(torch.arange(3, 12)[None]).logits, own)
+
+
+def test_states_of_a_long_prompt_are_not_kept_for_all_layers():
+    """What is collected of each layer's call is its routing; the states would be the largest thing in memory."""
+    moe = sl.load_moe(tiny("mixtral"))
+    with moe, torch.no_grad(), moe.seam.serving(ResidentServer(moe.store, sl.SimulatedMachine(), "target", 0)) as calls:
+        moe.model(torch.arange(3, 60)[None])
+        assert [call.hidden.numel() for call in calls] == [0, 0, 0]

@@ -247,7 +247,6 @@ REFUSED = [
     ({"max_new_token": 5}, TypeError, "Did you mean max_new_tokens"),
     ({"num_beams": 4}, ValueError, "num_beams=4"),
     ({"num_return_sequences": 2, "do_sample": True}, ValueError, "num_return_sequences=2"),
-    ({"return_dict_in_generate": True}, ValueError, "return_dict_in_generate"),
     ({"use_cache": False}, ValueError, "use_cache"),
 ]
 

@@ -96,12 +96,13 @@ class CudaMachine:
         """The compute stream (not the host) waits for the copy; the wait is a stall between two events."""
         begin = self._event()
         self._deferred.append(("target", "plan", self._segment, begin, {"step": step, "layer": key.layer}))
+        self.notify()
         while request_id not in self._arrived:
-            self.notify()
             if not self._flying:
                 raise RuntimeError(f"A wait must end: {key} (request {request_id}) is neither on the link nor can be put there.")
             torch.cuda.current_stream(self.device).wait_event(self._flying[0][1])
             self._land()
+            self.notify()
         end = self._event()
         fields = {"step": step, "layer": key.layer, "expert": key.expert, "request_id": request_id}
         self._deferred.append(("target", "stall", begin, end, fields))

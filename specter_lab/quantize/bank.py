@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -151,6 +152,10 @@ class ExpertBank:
             plain = layer.mapped(portable)
             moved.append(PackedLayer(plain.layout, plain.blobs.to(device), plain.transposed, plain.before).mapped(fast))
         return ExpertBank(self.format, moved)
+
+    def page_locked(self) -> ExpertBank:
+        """The bank in host memory that a GPU's copy engine reads directly; needs a GPU. Views made before stay on the old one."""
+        return ExpertBank(self.format, [replace(layer, blobs=layer.blobs.pin_memory()) for layer in self._layers])
 
     def report(self) -> pd.DataFrame:
         """Bytes before and after by component: see ``bytes_report``."""

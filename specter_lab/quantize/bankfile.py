@@ -32,8 +32,9 @@ def write_bank(
     header: Mapping[str, Any],
     layers: Sequence[tuple[tuple[int, int], Iterable[Tensor]]],
     fingerprint: Mapping[str, Any],
+    name: str = FILE,
 ) -> None:
-    """Write ``folder``/bank.safetensors: a JSON header and layers. An old file stays until the new one is whole.
+    """Write ``folder``/``name``: a JSON header and layers. An old file stays until the new one is whole.
 
     A layer is its shape (experts, bytes) and pieces (CPU, uint8) that fill it one after the other: they are asked for
     one by one, so the bank needn't be in memory. Raises TypeError if the fingerprint isn't JSON.
@@ -49,7 +50,7 @@ def write_bank(
     except TypeError as error:
         raise TypeError(f"A fingerprint must be JSON (strings, numbers, lists, dicts); {error}: turn it into a string") from error
     room += -room % _PAGE
-    temporary = folder / f"{FILE}.{os.getpid()}.tmp"
+    temporary = folder / f"{name}.{os.getpid()}.tmp"
     try:
         with open(temporary, "wb") as file:
             file.write(bytes(room))
@@ -58,7 +59,7 @@ def write_bank(
             file.write(_file_header(header, fingerprint, shapes, sums, room))
             file.flush()
             os.fsync(file.fileno())  # else a power cut could leave the new name on bytes that never reached the disk
-        os.replace(temporary, folder / FILE)
+        os.replace(temporary, folder / name)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -88,9 +89,9 @@ def _write_pieces(file: BinaryIO, size: int, pieces: Iterable[Tensor]) -> int:
 
 
 def read_bank(
-    folder: str | os.PathLike[str], fingerprint: Mapping[str, Any] | None = None, *, mapped: bool = False
+    folder: str | os.PathLike[str], fingerprint: Mapping[str, Any] | None = None, *, mapped: bool = False, name: str = FILE
 ) -> tuple[dict[str, Any], Iterator[Tensor]]:
-    """The header of ``folder``/bank.safetensors, and its layers one after the other (their sizes aren't checked).
+    """The header of ``folder``/``name``, and its layers one after the other (their sizes aren't checked).
 
     ``mapped`` layers stay in the file: a byte is read when it is touched, is never checked, and can't be written.
     ValueError names what is wrong: no such file, not whole, another version, another fingerprint (which entries),
@@ -102,9 +103,9 @@ def read_bank(
     >>> read_bank(folder, {"model": "tiny-moe"})[0]["format"]
     'qint8'
     """
-    path = Path(folder) / FILE
+    path = Path(folder) / name
     if not path.is_file():
-        raise ValueError(f"A saved bank is a folder with {FILE}; there is none in {str(folder)!r}: save one with bank.save(folder)")
+        raise ValueError(f"A saved bank is a folder with {name}; there is none in {str(folder)!r}: save one with bank.save(folder)")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -129,31 +130,38 @@ _AGAIN = "pack the bank again and save it anew"
 
 
 def _layers(path: Path, checksums: list[int]) -> Iterator[Tensor]:
-    with safe_open(path, framework="pt") as file:
+    with open(path, "rb", buffering=0) as file:  # not mapped: its pages would count as memory beside the copy
+        places = _places(file)
         for i, checksum in enumerate(checksums):
-            stored = file.get_tensor(f"layer.{i}")
-            rows = torch.empty_like(stored).copy_(stored)  # the file's own bytes lie at any alignment
-            if rows.dtype != torch.uint8 or _checksum(rows) != checksum:
+            start, shape, dtype = places[f"layer.{i}"]
+            rows = torch.empty(shape, dtype=torch.uint8)
+            file.seek(start)
+            view, done = rows.view(-1).numpy().data, 0
+            while done < len(view) and (got := file.readinto(view[done:])):
+                done += got
+            if dtype != "U8" or zlib.crc32(view) != checksum:
                 raise ValueError(f"{path} must hold the bytes that were saved; those of layer {i} have changed: {_AGAIN}")
             yield rows
 
 
 def _mapped(path: Path, count: int) -> Iterator[Tensor]:
     with open(path, "rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        entries = json.loads(file.read(length))
+        places = _places(file)
         # read-only: a private writable mapping would be charged as memory, and refused for a file larger than it
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*buffer is not writable")  # nobody writes to a store
         whole = torch.frombuffer(memory, dtype=torch.uint8)
     for i in range(count):
-        start, end = entries[f"layer.{i}"]["data_offsets"]
-        yield whole[8 + length + start : 8 + length + end].view(entries[f"layer.{i}"]["shape"])
+        start, shape, _ = places[f"layer.{i}"]
+        yield whole[start : start + math.prod(shape)].view(shape)
 
 
-def _checksum(rows: Tensor) -> int:
-    return zlib.crc32(rows.numpy().data)
+def _places(file: Any) -> dict[str, tuple[int, list[int], str]]:
+    """First byte, shape and dtype of each tensor of a safetensors file."""
+    (length,) = struct.unpack("<Q", file.read(8))
+    header = json.loads(file.read(length))
+    return {name: (8 + length + e["data_offsets"][0], e["shape"], e["dtype"]) for name, e in header.items() if name != "__metadata__"}
 
 
 def _compare(path: Path, saved: Mapping[str, Any], asked: Mapping[str, Any]) -> None:

@@ -26,6 +26,7 @@ class Mxfp4Tensor(Tensor):
 
     @staticmethod
     def __new__(cls, blocks: Tensor, scales: Tensor) -> Mxfp4Tensor:
+        """Over those very bytes."""
         shape = (2 * blocks.shape[1] * blocks.shape[2], blocks.shape[0])
         tensor = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bfloat16, device=blocks.device)
         tensor._blocks, tensor._scales = blocks, scales
@@ -36,21 +37,18 @@ class Mxfp4Tensor(Tensor):
         return convert_moe_packed_tensors(self._blocks[None], self._scales[None], dtype=dtype)[0]
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, str]]:
-        return ["_blocks", "_scales"], {"qtype": "mxfp4", "group_size": "32"}
+        return ["_blocks", "_scales"], {"qtype": "mxfp4"}
 
     @staticmethod
     def __tensor_unflatten__(inner_tensors: Any, meta: Any, outer_size: Any, outer_stride: Any) -> Mxfp4Tensor:
         return Mxfp4Tensor(inner_tensors["_blocks"], inner_tensors["_scales"])
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
             return Mxfp4Tensor(args[0]._blocks, args[0]._scales)
         unpack = torch.utils._pytree.tree_map_only(Mxfp4Tensor, lambda weight: weight.to(weight.dtype), (args, kwargs or {}))
         return func(*unpack[0], **unpack[1])
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"Mxfp4Tensor{tuple(self.shape)}"
 
 
 @dataclass(frozen=True)

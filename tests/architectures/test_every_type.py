@@ -1,0 +1,125 @@
+"""Every causal-LM type of the installed transformers with experts in the registry goes through the whole loop, exactly.
+
+Cases 16, 44, 45 and 48: offloaded tokens equal the model's own for each architecture, whatever its router, and a cache that
+can't be rolled back is refused a drafter.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import specter_lab as sl
+from specter_lab.architectures import Architecture, as_markdown, discover, examine, in_registry
+from tests.architectures.conftest import NEW, build
+from tests.drafters import Knowing
+from tests.invariants import check_trace
+
+TABLE = Path(__file__).resolve().parents[2] / "notebooks" / "architectures.md"
+ROWS: dict[str, Architecture] = {}
+
+
+def listed(text: str) -> list[str]:
+    """The types in a part of the table: cheap, unlike looking through transformers."""
+    names = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ")]
+    return sorted(name for name in names if name not in ("type", "---"))
+
+
+TAKEN, REFUSED = map(listed, TABLE.read_text("utf-8").split("## Refused"))
+
+
+def row_of(model_type: str) -> Architecture:
+    if model_type not in ROWS:
+        ROWS[model_type] = examine(model_type, build(model_type).moe.model if model_type in TAKEN else None)
+    return ROWS[model_type]
+
+
+@pytest.mark.parametrize("model_type", TAKEN)
+def test_the_whole_loop_gives_the_models_own_tokens(model_type: str) -> None:
+    """Two slots a layer, forgotten ones poisoned; a quantized self-draft with lookahead, always wrong and right drafts, the gate."""
+    row, built = row_of(model_type), build(model_type)
+    moe, vocabulary = built.moe, built.moe.geometry.vocab_size
+    assert row.without_drafter, row.reason
+    assemblies = {"next-layer gate": {"predictor": sl.NextLayerGate(moe)}}
+    if row.supported:
+        assemblies |= {
+            "lookahead": {"drafter": sl.SelfDrafter(moe.quantize("qint8")), "predictor": sl.DraftLookahead(), "draft_length": 4},
+            "all rejected": {"drafter": Knowing(built.own, 6, 0, vocabulary), "draft_length": 4},
+            "all accepted": {"drafter": Knowing(built.own, 6, 4, vocabulary), "draft_length": 4},
+        }
+    figures = {}
+    with moe:
+        for name, pieces in assemblies.items():
+            with sl.Pipeline(moe, slots=2, poison=True, machine=sl.SimulatedMachine(0.05), **pieces) as pipeline:
+                run = pipeline.generate(built.prompt, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+            assert run.new_ids == built.own, f"{name}: {run.new_ids} instead of {built.own}"
+            figures[name] = run.metrics
+            if model_type != "inkling2_loop_text":  # its layers run three times in a pass, and may be fetched as often
+                check_trace(run.trace, pipeline.plan.slots, [moe.store.blob_bytes(layer) for layer in range(moe.layers)])
+            assert len(run.trace.of_kind("transfer")), "nothing was offloaded"
+    predicted = {name for name, metrics in figures.items() if metrics["recall"]}
+    if row.supported:
+        assert figures["all rejected"]["acceptance_rate"] == 0 and figures["all accepted"]["acceptance_rate"] == 1
+        assert predicted == {"next-layer gate", "lookahead"}
+    else:
+        assert predicted == {"next-layer gate"}
+        with pytest.raises(ValueError, match=r"can't be rolled back: .* Leave out the drafter"):
+            sl.Pipeline(moe, drafter=sl.PromptLookupDrafter())
+        assert not moe.seam.attached
+
+
+@pytest.mark.parametrize("model_type", TAKEN)
+def test_routers_asked_ahead_answer_as_in_the_forward(model_type: str) -> None:
+    """Each router, asked just before its own call with the states it is about to get, picks what it then picks."""
+    moe = build(model_type).moe
+    asked: dict[int, torch.Tensor] = {}
+    handles = [
+        router.register_forward_pre_hook(lambda _, args, layer=layer: asked.__setitem__(layer, moe.route(layer, args[0].flatten(0, -2))))
+        for layer, router in enumerate(moe.routers.modules)
+    ]
+    try:
+        with torch.no_grad(), moe.seam.probed() as calls, moe.routers.watched():
+            moe.model(input_ids=torch.arange(3, 20)[None])
+    finally:
+        for handle in handles:
+            handle.remove()
+    for layer in range(moe.layers):
+        experts = calls[layer][1]
+        assert torch.equal(asked[layer].reshape(experts.shape), experts), f"MoE layer {layer}"
+
+
+def test_no_type_is_missing_from_the_table() -> None:
+    """Fails when a newer transformers has a type that isn't in the table: run the command in its head, and look."""
+    assert discover() == sorted(TAKEN + REFUSED)
+
+
+def test_the_table_is_current() -> None:
+    """The page in notebooks/ says what is measured now."""
+    assert as_markdown([row_of(name) for name in discover()]) == TABLE.read_text("utf-8")
+
+
+def test_no_recipe_is_missing() -> None:
+    assert [row.reason for row in map(row_of, discover()) if row.reason.startswith("No tiny model")] == []
+
+
+def test_types_outside_the_registry_are_refused_and_say_why() -> None:
+    refused = {name: row_of(name).reason for name in REFUSED}
+    assert {"jetmoe", "llama4_text", "longcat_flash", "dbrx"} <= set(refused) and not set(refused) & set(filter(in_registry, refused))
+    assert all("experts registry" in reason and "Use a model type" in reason for reason in refused.values())
+
+
+def test_the_command_line_prints_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from specter_lab.__main__ import main
+
+    monkeypatch.setattr(sys.modules[discover.__module__], "discover", lambda: ["mixtral", "qwen3_next", "jetmoe"])
+    assert main(["architectures", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert [(row["model_type"], row["supported"]) for row in printed["architectures"]] == [
+        ("mixtral", True), ("qwen3_next", False), ("jetmoe", False),
+    ]  # fmt: skip
+    assert main(["architectures"]) == 0
+    assert "qwen3_next" in capsys.readouterr().out
