@@ -48,8 +48,8 @@ test: $(STAMP) ## style, types, tests, docstring examples, notebooks
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(PYTEST) tests specter_lab
-	$(PYTEST) --nbval-lax --nbval-current-env --nbval-cell-timeout 120 notebooks/
+	$(PYTEST) -n 2 --dist loadfile tests specter_lab
+	$(PYTEST) -n 2 --dist loadfile --nbval-lax --nbval-current-env --nbval-cell-timeout 120 notebooks/
 
 check-all: $(STAMP) ## the exhaustive tests (minutes); the result is kept in build/check-all.txt
 	@mkdir -p build
@@ -60,7 +60,7 @@ lab: $(STAMP) ## JupyterLab on the notebooks, reachable from this computer only
 	$(BIN)/jupyter lab --ip=127.0.0.1 --ServerApp.root_dir=notebooks
 
 bench: $(STAMP) ## the benchmarks
-	$(BIN)/python -m specter_lab bench
+	for name in overhead host_memory pays residual loading gpu; do $(BIN)/python -m benchmarks.$$name; done
 
 clean: ## remove the environment and everything built
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

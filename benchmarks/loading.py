@@ -88,10 +88,8 @@ def main() -> None:
         ),
     }
     for how, figures in measured.items():
-        seconds = figures["seconds"]
-        print(
-            f"{how:9} {figures['peak'] / 1e6:6.0f} MB peak, {figures['peak_anonymous'] / 1e6:6.0f} MB of its own, {figures['seconds']:5.1f} s"
-        )
+        peak, own = figures["peak"] / 1e6, figures["peak_anonymous"] / 1e6
+        print(f"{how:9} {peak:6.0f} MB peak, {own:6.0f} MB of its own, {figures['seconds']:5.1f} s")
     print(f"streamed: {result['ratio']:.3f}x of store + skeleton + two experts ({allowed / 1e6:.0f} MB)")
     print(write("loading", result))
 

@@ -136,7 +136,7 @@ def _share(runs: Sequence[Generation], target: ReplayTarget, machine: SimulatedM
         hosted = bool((run.trace.of_kind("need")["reason"] == "host").any())
         moved = run.trace.of_kind("transfer")["bytes"]
         size = int(moved.iloc[0]) if len(moved) else target.store.blob_bytes(0)
-        lanes = {"host_gb_s": machine.host_gb_s, "host_bytes": target.store.blob_bytes(0)} if hosted else {}
+        lanes: dict[str, Any] = {"host_gb_s": machine.host_gb_s, "host_bytes": target.store.blob_bytes(0)} if hosted else {}
         bound = schedule_bound(
             run.trace,
             slots=list(run.conditions["slots"]),

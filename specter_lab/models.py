@@ -82,6 +82,7 @@ def load_moe(
     if stream or (stream is None and should_stream(path, revision)):
         with StreamedModel(path, dtype=dtype, device_map=device_map, revision=revision, dequantize=dequantize) as streamed:
             refuse_unsupported(streamed.twin, name)
+            streamed.refuse_if_too_large()
             moe = MoE(streamed.skeleton(), tokenizer or load_tokenizer(path, revision), name)
             return moe.adopt(streamed.store())
     if stream is False:

@@ -53,6 +53,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "flint": {"mlp_only_layers": [0]},
     "gemma4_text": {"enable_moe_block": True, "global_head_dim": 16},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "inkling2_loop_text": {"n_layers_per_attn_res_block": 1, "loop_layer_index_start": 1, "loop_layer_index_end": 2, "loop_num_passes": 3},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 1, "expert_layer_offset": 0},
     "jetmoe": {"kv_channels": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},

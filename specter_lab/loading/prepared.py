@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
 from specter_lab.loading.folder import read_manifest, replace_content
+from specter_lab.loading.host_memory import available_bytes
 from specter_lab.loading.skeleton import build_skeleton, meta_twin
 from specter_lab.loading.streamed import single_device
 from specter_lab.quantize import ExpertBank, Format, format_named
@@ -133,7 +134,13 @@ class PreparedModel:
         return model
 
     def store(self, mapped: bool = False) -> ExpertBank:
-        """The experts, in memory or left in their file."""
+        """The experts, in memory or left in their file. ``ValueError`` if memory can't hold them."""
+        needed, available = sum(file.stat().st_size for file in (self.folder / "experts").glob("*")), available_bytes()
+        if not mapped and needed > available:
+            raise ValueError(
+                f"A store must fit in free host memory; that of {str(self.folder)!r} takes {needed:,} bytes, {available:,} are free. "
+                "Leave the experts on disk: load_moe(folder, mapped=True)."
+            )
         return ExpertBank.load(self.folder / "experts", self.fingerprint, mapped=mapped)
 
     @property

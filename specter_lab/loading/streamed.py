@@ -65,8 +65,13 @@ class StreamedModel:
         tensors = [t for name, t in self.twin.state_dict().items() if name not in skip]
         return sum(t.numel() * t.element_size() for t in tensors) if self.device.type == "cpu" else 0
 
-    def refuse_if_too_large(self, experts_bytes: int, how: str, way_out: str) -> None:
-        """``ValueError`` if skeleton and experts, held ``how``, don't fit in the host memory that is free now."""
+    def refuse_if_too_large(self, experts_bytes: int | None = None, how: str = "", way_out: str = _ON_DISK) -> None:
+        """``ValueError`` if skeleton and experts don't fit in the host memory that is free now: call it before reading them.
+
+        The experts as ``store`` holds them, or ``experts_bytes``, held ``how``.
+        """
+        if experts_bytes is None:
+            experts_bytes, how = self.experts.nbytes(), f"as {self.experts.format.name}"
         needed, available = self.skeleton_bytes + experts_bytes, available_bytes()
         if needed > available:
             raise ValueError(
@@ -83,8 +88,7 @@ class StreamedModel:
         return model
 
     def store(self) -> ExpertBank:
-        """The experts in memory, in the narrowest format that loses nothing. ``ValueError`` if they don't fit."""
-        self.refuse_if_too_large(self.experts.nbytes(), f"as {self.experts.format.name}", _ON_DISK)
+        """The experts in memory, in the narrowest format that loses nothing."""
         return ExpertBank.pack(self.experts, self.experts.format, progress=is_progress_bar_enabled())
 
     def close(self) -> None:
@@ -137,7 +141,7 @@ def should_stream(name: str, revision: str | None = None) -> bool:
             return True
         with Checkpoint(name, revision) as checkpoint:
             return 2 * checkpoint.nbytes > available_bytes()
-    except (OSError, ValueError):
+    except (OSError, ValueError, KeyError):
         return False
 
 

@@ -6,7 +6,7 @@ evicted while it loads or is in use. Each layer has slots of its own. Callers ho
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -44,13 +44,19 @@ class Residency:
         self.store, self.eviction, self.poison = store, eviction, poison
         self.slots = tuple(min(n, store.experts(layer)) for layer, n in enumerate(slots))
         self._pool = [torch.zeros(n, store.blob_bytes(layer), dtype=torch.uint8, device=device) for layer, n in enumerate(self.slots)]
-        self.rebuilds = hasattr(store, "rebuild")  # a blob is a residual: tensors are made at each use
+        # where a blob is a residual, tensors are made at each use
+        self._rebuild: Callable[[ExpertKey, Tensor], Mapping[str, Tensor]] | None = getattr(store, "rebuild", None)
         self._weights = [[{} if self.rebuilds else store.weights(layer, blob) for blob in pool] for layer, pool in enumerate(self._pool)]
         self._free = [list(range(n)) for n in self.slots]
         self._slot: list[dict[ExpertKey, int]] = [{} for _ in self.slots]
         self._loading: set[ExpertKey] = set()
         self._in_use: set[ExpertKey] = set()
         self._brought: dict[ExpertKey, int] = {}
+
+    @property
+    def rebuilds(self) -> bool:
+        """Whether slots hold residuals."""
+        return self._rebuild is not None
 
     @property
     def bytes(self) -> int:
@@ -114,7 +120,8 @@ class Residency:
 
     def rebuild(self, key: ExpertKey) -> Mapping[str, Tensor]:
         """The exact tensors of an acquired expert whose slot holds a residual."""
-        return self.store.rebuild(key, self._pool[key.layer][self._slot[key.layer][key]])
+        assert self._rebuild is not None
+        return self._rebuild(key, self._pool[key.layer][self._slot[key.layer][key]])
 
     def release(self, key: ExpertKey) -> None:
         """The computation with ``key`` is over."""

@@ -78,7 +78,7 @@ def test_routers_asked_ahead_answer_as_in_the_forward(model_type: str) -> None:
     moe = build(model_type).moe
     asked: dict[int, torch.Tensor] = {}
     handles = [
-        router.register_forward_pre_hook(lambda _, args, layer=layer: asked.__setitem__(layer, moe.route(layer, args[0].flatten(0, -2))))
+        router.register_forward_pre_hook(lambda _, args, layer=layer: asked.setdefault(layer, moe.route(layer, args[0].flatten(0, -2))))
         for layer, router in enumerate(moe.routers.modules)
     ]
     try:

@@ -204,8 +204,7 @@ def test_a_router_that_needs_token_ids_says_so_outside_a_forward() -> None:
 
 def test_a_draft_through_a_loop_of_layers_has_all_experts_of_each() -> None:
     """Inkling 2's looping variant runs its middle layers three times a pass: six picks a token there."""
-    model = tiny_model("inkling2_loop_text", loop_layer_index_start=1, loop_layer_index_end=2, loop_num_passes=3)
-    moe = sl.load_moe(model)
+    moe = sl.load_moe(tiny_model("inkling2_loop_text"))
     picks: list[list[int]] = []
 
     class Watching(sl.DraftLookahead):

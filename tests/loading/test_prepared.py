@@ -97,6 +97,14 @@ def test_a_mapped_bank_is_its_file(checkpoint, tmp_path):
         sl.ExpertBank.load(path.parent)
 
 
+def test_a_store_that_does_not_fit_is_refused(saved, monkeypatch):
+    size = (data_of(saved) / "experts" / "bank.safetensors").stat().st_size
+    monkeypatch.setattr(prepared_module, "available_bytes", lambda: size - 1)
+    with pytest.raises(ValueError, match=rf"takes {size:,} bytes, {size - 1:,} are free.*mapped=True"):
+        sl.load_moe(saved)
+    assert sl.load_moe(saved, mapped=True).layers == 3
+
+
 def test_quantised_banks_and_checkpoints_are_not_mapped(checkpoint, tmp_path):
     sl.load_moe(checkpoint("mixtral")).quantize("qint4").save(tmp_path)
     with pytest.raises(ValueError, match="isn't quantised can be mapped"):

@@ -46,6 +46,8 @@ def weights(kind: str, shape: tuple[int, int], dtype: torch.dtype, seed: int) ->
     elif kind == "zero groups":
         normal[:, ::3] = 0
         normal[::2] = 0
+    elif kind == "huge":  # intervals that reach beyond the largest number
+        normal = normal * (5e39 if dtype == torch.bfloat16 else 1e6)
     elif kind == "far from zero":
         normal = normal + 3
     elif kind == "equal":
@@ -59,7 +61,7 @@ def weights(kind: str, shape: tuple[int, int], dtype: torch.dtype, seed: int) ->
     return normal.to(dtype)
 
 
-KINDS = ["normal", "heavy-tailed", "sparse", "denormal", "zero groups", "far from zero", "equal", "some not finite", "any bits"]
+KINDS = ["normal", "heavy-tailed", "sparse", "denormal", "zero groups", "huge", "far from zero", "equal", "some not finite", "any bits"]
 
 
 def mapped(source: TensorSource, change: Callable[[torch.Tensor], torch.Tensor]) -> TensorSource:

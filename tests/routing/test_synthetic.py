@@ -14,11 +14,12 @@ from specter_lab.routing.synthetic import SyntheticRouting
 from specter_lab.routing.synthetic_text import LONGEST_DRAFT
 
 SHAPES = {  # experts, experts a token, as the models have; 7 layers stand for all of them
-    "deepseek_like": (64, 6), "qwen_like": (60, 4), "mixtral_like": (8, 2), "phi_like": (16, 2), "qwen3_like": (128, 8), "olmoe_like": (64, 8),
+    "deepseek_like": (64, 6), "qwen_like": (60, 4), "mixtral_like": (8, 2),
+    "phi_like": (16, 2), "qwen3_like": (128, 8), "olmoe_like": (64, 8),
 }  # fmt: skip
 TEXTS = {"mixtral_like": 8, "phi_like": 6}  # narrow layers are cheap, and noisy
 TOLERANCE = {  # relative, of what three or more texts of 512 tokens show
-    "adjacent": 0.03, "union": 0.06, "segment": 0.05, "lru": 0.11, "lfu": 0.11, "oracle": 0.11, "clairvoyant": 0.04, "first": 0.12,
+    "adjacent": 0.03, "union": 0.06, "segment": 0.05, "lru": 0.12, "lfu": 0.11, "oracle": 0.11, "clairvoyant": 0.04, "first": 0.12,
     "draft": 0.02, "set": 0.10, "acceptance": 0.0, "gate": 0.0,
 }  # fmt: skip
 # What no setting gives together, as a share of the published figure.
@@ -29,7 +30,8 @@ TOLERANCE = {  # relative, of what three or more texts of 512 tokens show
 MISSES = {
     "deepseek_like": {"lfu_1": -0.23, "lfu_2": -0.12, "oracle_16_1": -0.13, "set_match_full": -0.36},
     "qwen_like": {
-        "lfu_1": -0.45, "lfu_2": -0.33, "lfu_3": -0.27, "lru_1": 0.22, "oracle_16_1": -0.13, "segment_score_16": 0.13, "set_match_full": -0.16,
+        "lfu_1": -0.45, "lfu_2": -0.33, "lfu_3": -0.27, "lru_1": 0.22, "oracle_16_1": -0.13,
+        "segment_score_16": 0.13, "set_match_full": -0.16,
     },
     "mixtral_like": {"set_match_full": 0.26},
     "phi_like": {"set_match_full": 0.24},
@@ -54,8 +56,13 @@ def test_figures_are_as_published_but_for_the_listed_ones(name):
     router = routing(name)
     figures = measure(*(router.sample(512, seed) for seed in range(100, 100 + TEXTS.get(name, 3))), cache_layers=4)
     rows = figures.dropna(subset="low").drop("popularity_spread")  # of a few texts it is their subjects': see the next test
-    missed = {row.Index: round(off(row), 3) for row in rows.itertuples() if abs(off(row)) > TOLERANCE[row.Index.split("_")[0]]}
-    assert missed == pytest.approx(MISSES[name], abs=0.04)
+    surprises = {}
+    for row in rows.itertuples():
+        tolerance, listed = TOLERANCE[row.Index.split("_")[0]], MISSES[name].get(row.Index, 0.0)
+        assert listed == 0 or abs(listed) > tolerance
+        if abs(off(row) - listed) > (tolerance if listed == 0 else 0.05):
+            surprises[row.Index] = round(off(row), 3)
+    assert surprises == {}
     assert figures.source.notna().sum() == len(PRESETS[name].published)
 
 
@@ -73,11 +80,14 @@ def test_popularity_over_many_texts_differs_as_published(name):
 @pytest.mark.parametrize("name", PRESETS)
 def test_reuse_and_recall_come_out_as_asked_in_every_layer(name):
     router = routing(name, layers=5)
-    text = router.sample(600, seed=3)
+    texts = [router.sample(150, seed) for seed in range(4 * TEXTS.get(name, 1))]
     wanted = np.interp(np.linspace(0, 1, 5), np.linspace(0, 1, len(router.statistics.adjacent_reuse)), router.statistics.adjacent_reuse)
-    assert shared(text.experts[:-1], text.experts[1:]).mean(0) == pytest.approx(wanted, abs=0.05)
-    assert [shared(text.experts, draft).mean() for draft in text.draft] == pytest.approx(router.statistics.draft_recall, abs=0.015)
-    assert shared(text.experts, text.gate).mean(0)[1:] == pytest.approx(np.linspace(0.84, 0.96, 5)[1:], abs=0.04)
+    reuse = np.mean([shared(text.experts[:-1], text.experts[1:]).mean(0) for text in texts], 0)
+    assert reuse == pytest.approx(wanted, abs=0.05)
+    recall = np.mean([shared(text.experts, text.draft).mean((1, 2)) for text in texts], 0)
+    assert recall == pytest.approx(router.statistics.draft_recall, abs=0.015)
+    gate = np.mean([shared(text.experts, text.gate).mean(0) for text in texts], 0)
+    assert gate[1:] == pytest.approx(np.linspace(0.84, 0.96, 5)[1:], abs=0.04)
 
 
 @pytest.mark.parametrize("name", ["deepseek_like", "mixtral_like"])
@@ -101,11 +111,8 @@ def shared(first, second):
 
 def same(one, other):
     """Are two texts equal in everything?"""
-    return all(
-        np.array_equal(getattr(one, f.name), getattr(other, f.name))
-        for f in dataclasses.fields(one)
-        if f.name not in ("statistics", "expert_counts")
-    )
+    arrays = [name for name, value in vars(one).items() if isinstance(value, np.ndarray)]
+    return len(arrays) == 8 and all(np.array_equal(getattr(one, name), getattr(other, name)) for name in arrays)
 
 
 def test_seeds_decide_everything():
@@ -135,14 +142,10 @@ def test_any_shape_gives_a_well_formed_text(data):
         "any", (chance + 0.3 * (1 - chance), chance + 0.5 * (1 - chance)), 0.02, 0.05, data.draw(st.sampled_from([0.0, 0.1]), "topic"),
         draft_recall=(1.0, chance + 0.8 * (1 - chance)), acceptance=(0.9, 0.8, 0.7), gate_recall=(chance + 0.7 * (1 - chance),),
     )  # fmt: skip
-    text = SyntheticRouting(Shape(layers=layers, experts=(experts,) * layers, experts_per_token=ranks), statistics).sample(
-        tokens, data.draw(st.integers(0, 99), "seed")
-    )
-    assert (
-        text.experts.shape == (tokens, layers, ranks)
-        and text.draft.shape == (3, tokens, layers, ranks)
-        and text.accepted.shape == (3, tokens)
-    )
+    shape = Shape(layers=layers, experts=(experts,) * layers, experts_per_token=ranks)
+    text = SyntheticRouting(shape, statistics).sample(tokens, data.draw(st.integers(0, 99), "seed"))
+    assert text.experts.shape == (tokens, layers, ranks) and text.draft.shape == (3, tokens, layers, ranks)
+    assert text.accepted.shape == (3, tokens)
     assert text.strayed.shape == text.strayed_draft.shape == (len(text.strayed), LONGEST_DRAFT, layers, ranks)
     for ids in (text.experts, text.draft, text.strayed, text.strayed_draft, text.gate[:, 1:]):
         assert ids.dtype == np.int16 and (ids >= 0).all() and (ids < experts).all()
@@ -209,21 +212,21 @@ def test_caches_forget_by_their_rule_and_none_beats_knowing_the_future(seed, ran
 
 def test_errors_say_what_is_asked_what_came_and_what_to_do():
     shape = Shape(layers=2, experts=8, experts_per_token=2)
-    with pytest.raises(ValueError, match="got 'deepsek_like'. Did you mean deepseek_like"):
+    with pytest.raises(ValueError, match=r"got 'deepsek_like'. Did you mean deepseek_like"):
         SyntheticRouting(shape, "deepsek_like")
     with pytest.raises(ValueError, match=r"adjacent_reuse can be .* got \[0.01.*Choose values inside"):
         SyntheticRouting(shape, dataclasses.replace(statistics_named("qwen_like"), adjacent_reuse=(0.01,)))
-    with pytest.raises(ValueError, match="got 2 layers of .*8, 9.* Generate each group"):
+    with pytest.raises(ValueError, match=r"got 2 layers of .*8, 9.* Generate each group"):
         SyntheticRouting(Shape(layers=2, experts=(8, 9), experts_per_token=2), "qwen_like")
-    with pytest.raises(ValueError, match="shares from 0 to 1.*acceptance.*Start from a preset"):
+    with pytest.raises(ValueError, match=r"shares from 0 to 1.*acceptance.*Start from a preset"):
         dataclasses.replace(statistics_named("qwen_like"), acceptance=(1.2,))
-    with pytest.raises(ValueError, match="lasting_share.*Start from a preset"):
+    with pytest.raises(ValueError, match=r"lasting_share.*Start from a preset"):
         dataclasses.replace(statistics_named("qwen_like"), text_share=0.6, topic_share=0.5)
     text = SyntheticRouting(shape, "qwen_like").sample(10, seed=0)
     for start, length in ((10, 1), (-1, 1), (0, LONGEST_DRAFT + 1)):
         with pytest.raises(ValueError, match=f"got start={start}, length={length} for 10 tokens. Give a start below 10"):
             text.window(start, length)
-    with pytest.raises(ValueError, match="got 0. Give tokens=160"):
+    with pytest.raises(ValueError, match=r"got 0. Give tokens=160"):
         SyntheticRouting(shape, "qwen_like").sample(0, seed=0)
     with pytest.raises(ValueError, match="got 0 texts"):
         measure()
