@@ -86,8 +86,9 @@ class PreparedModel:
     differs, or what is missing.
 
     >>> import specter_lab as sl, tempfile
-    >>> folder = tempfile.mkdtemp(); sl.load_moe("tiny-moe").save_prepared(folder)
-    >>> PreparedModel(folder).fingerprint["model"]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     sl.load_moe("tiny-moe").save_prepared(folder)
+    ...     PreparedModel(folder).fingerprint["model"]
     'tiny-moe'
     """
 

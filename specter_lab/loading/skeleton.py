@@ -37,8 +37,8 @@ def build_skeleton(config: Any, twin: Any, device: torch.device) -> Any:
     >>> from transformers import AutoConfig; from specter_lab.bundled import bundled_model
     >>> config = AutoConfig.from_pretrained(bundled_model())
     >>> model = build_skeleton(config, meta_twin(config, torch.bfloat16), torch.device("cpu"))
-    >>> {name.rpartition(".")[2] for name, p in model.named_parameters() if p.is_meta}
-    {'gate_up_proj', 'down_proj'}
+    >>> sorted({name.rpartition(".")[2] for name, p in model.named_parameters() if p.is_meta})
+    ['down_proj', 'gate_up_proj']
     """
     classes = {type(module) for module in experts_modules(twin).values()}
     with _born_on_meta(classes), no_init_weights():

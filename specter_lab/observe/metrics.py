@@ -112,9 +112,11 @@ def acceptance_by_position(traces: Sequence[Trace]) -> list[float]:
     held: Counter[int] = Counter()
     for trace in traces:
         drafted = trace.of_kind("draft_length").set_index("step")["value"].astype(int)
-        accepted = trace.of_kind("commit").set_index("step")["value"].astype(int)
+        commits = trace.of_kind("commit").set_index("step")
+        accepted, committed = commits["value"].astype(int), commits["tokens"]
         for step, length in drafted.items():
-            judged.update(range(min(length, accepted[step] + 1)))
+            # a text that ends with an accepted draft says nothing of the next one
+            judged.update(range(min(length, committed[step])))
             held.update(range(accepted[step]))
     return [held[i] / judged[i] for i in range(len(judged))]
 

@@ -35,12 +35,13 @@ def measure(*texts: Picks, draft_length: int = 8, cache_layers: int = 6) -> pd.D
     middle and last layer; ``union_n``: distinct experts of n tokens over what independent even routing gives;
     ``segment_score_n``: F1 of the best fixed set for each n tokens; ``popularity_spread``: standard deviation over experts of
     their use, which only many texts tell apart from their subjects; ``lru_n``, ``lfu_n``, ``oracle_16_n``: hits over those of
-    clairvoyant eviction, with n slots for each active expert, and ``clairvoyant_where_lru_is_073``: hits (see ``cache_hits``).
+    clairvoyant eviction, with n slots for each active expert, and ``clairvoyant_where_lru_is_073``: hits (see ``cache_hits``),
+    all of these for the first text and ``cache_layers`` of its layers.
     Generated texts also: ``draft_recall_h`` while drafting right; ``set_match_full`` and ``_partly``: of a draft's sets, also
     after a wrong token, against what the text turns out to need, over windows of ``draft_length``; ``acceptance``;
     ``gate_recall``.
 
-    Raises ``ValueError`` for no text, and for texts or layers of different sizes.
+    Raises ``ValueError`` for no text, for texts or layers of different sizes, and for empty picks.
 
     >>> from types import SimpleNamespace as Shape; from specter_lab.routing.synthetic import SyntheticRouting
     >>> routing = SyntheticRouting(Shape(layers=2, experts=8, experts_per_token=2), "qwen_like")
@@ -55,6 +56,10 @@ def measure(*texts: Picks, draft_length: int = 8, cache_layers: int = 6) -> pd.D
         )
     ids = [np.asarray(text.experts).astype(np.int64) for text in texts]
     count = texts[0].expert_counts[0]
+    if gaps := sum(int((one < 0).sum()) for one in ids):
+        raise ValueError(
+            f"Figures are of layers that pick equally many experts for every token; got {gaps} empty picks. Leave those layers out."
+        )
     used = [_used(one, count) for one in ids]
     rows = {**_locality(ids, used), **_caches(ids[0], count, cache_layers)}
     generated = [text for text in texts if isinstance(text, SyntheticText)]
@@ -152,7 +157,7 @@ def _caches(ids: NDArray[np.int64], count: int, layers: int) -> dict[str, float]
         for r, ratio in enumerate(ratios)
         if ratio < 4
     }
-    if hits[0, 0] <= 0.73 <= hits[0, -1]:
+    if ratios and hits[0, 0] <= 0.73 <= hits[0, -1]:
         rows["clairvoyant_where_lru_is_073"] = float(np.interp(0.73, hits[0], hits[3]))
     return rows
 

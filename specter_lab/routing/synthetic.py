@@ -65,7 +65,7 @@ class SyntheticRouting:
         self._popularity = math.sqrt(self.statistics.popularity_share) * _normal(rng, self.layers, self.experts)
         depth, spot = np.linspace(0.0, 1.0, self.layers), (self.experts, self.ranks, self.statistics.lasting_share)
         self._bonus = _solve("adjacent_reuse", _by_depth(self.statistics.adjacent_reuse, depth), _reuse_curve(*spot), _BONUS)
-        recall = _recall_curve(*spot, float(self._bonus.mean()))
+        recall = _recall_curve(*spot, round(float(self._bonus.mean()), 2))
         self._draft_noise = _solve("draft_recall", self.statistics.draft_recall, recall, _NOISE)
         self._gate_noise = _solve("gate_recall", _by_depth(self.statistics.gate_recall, depth), recall, _NOISE)
 
@@ -163,7 +163,6 @@ def _shared(first: Ids, second: Ids) -> NDArray[np.float64]:
     return (first[..., :, None] == second[..., None, :]).any(-1).mean(-1)
 
 
-@lru_cache(maxsize=64)
 def _tried(experts: int, ranks: int, lasting: float, bonuses: tuple[float, ...]) -> tuple[Logits, Ids]:
     """(token, row, bonus, expert) logits of a small trial text in which each bonus meets the same luck, and what is picked."""
     rng = np.random.default_rng(0)
@@ -173,15 +172,17 @@ def _tried(experts: int, ranks: int, lasting: float, bonuses: tuple[float, ...])
     return tried, _follow(tried, np.asarray(bonuses, np.float32)[:, None], ranks)
 
 
+@lru_cache(maxsize=64)
 def _reuse_curve(experts: int, ranks: int, lasting: float) -> NDArray[np.float64]:
     """The reuse that each of ``_BONUS`` gives."""
     _, picks = _tried(experts, ranks, lasting, tuple(_BONUS))
     return np.maximum.accumulate(_shared(picks[:-1], picks[1:]).mean((0, 1)))
 
 
+@lru_cache(maxsize=64)
 def _recall_curve(experts: int, ranks: int, lasting: float, bonus: float) -> NDArray[np.float64]:
     """The recall that each of ``_NOISE`` leaves, at this bonus."""
-    logits, right = _tried(experts, ranks, lasting, (round(bonus, 2),))
+    logits, right = _tried(experts, ranks, lasting, (bonus,))
     blur = _normal(np.random.default_rng(1), *logits.shape)
     return np.minimum.accumulate([_shared(right, _top(logits + np.float32(level) * blur, ranks)).mean() for level in _NOISE])
 
@@ -196,4 +197,5 @@ def _solve(name: str, wanted: Any, curve: NDArray[np.float64], tried: NDArray[np
             f"got {np.round(wanted, 3).tolist()}. Choose values inside, or change the shares or the shape."
         )
     rising = curve[-1] >= curve[0]
-    return np.interp(wanted, curve if rising else curve[::-1], tried if rising else tried[::-1]).astype(np.float32)
+    found = np.interp(wanted, curve if rising else curve[::-1], tried if rising else tried[::-1])
+    return np.where(wanted == curve[0], tried[0], found).astype(np.float32)  # full recall takes no noise at all

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -77,10 +78,14 @@ def test_routers_asked_ahead_answer_as_in_the_forward(model_type: str) -> None:
     """Each router, asked just before its own call with the states it is about to get, picks what it then picks."""
     moe = build(model_type).moe
     asked: dict[int, torch.Tensor] = {}
-    handles = [
-        router.register_forward_pre_hook(lambda _, args, layer=layer: asked.setdefault(layer, moe.route(layer, args[0].flatten(0, -2))))
-        for layer, router in enumerate(moe.routers.modules)
-    ]
+
+    def ask(layer: int) -> Callable[..., None]:
+        def before(router: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            asked.setdefault(layer, moe.route(layer, args[0].flatten(0, -2)))
+
+        return before
+
+    handles = [router.register_forward_pre_hook(ask(layer)) for layer, router in enumerate(moe.routers.modules)]
     try:
         with torch.no_grad(), moe.seam.probed() as calls, moe.routers.watched():
             moe.model(input_ids=torch.arange(3, 20)[None])

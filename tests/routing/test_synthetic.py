@@ -230,3 +230,11 @@ def test_errors_say_what_is_asked_what_came_and_what_to_do():
         SyntheticRouting(shape, "qwen_like").sample(0, seed=0)
     with pytest.raises(ValueError, match="got 0 texts"):
         measure()
+    with pytest.raises(ValueError, match="got 1 empty picks"):
+        measure(Shape(experts=np.array([[[0, -1]]]), expert_counts=(4,)))
+
+
+@pytest.mark.parametrize("ids", [[[[0]]], [[[0, 1]], [[1, 0]]]])
+def test_the_shortest_text_and_the_narrowest_layer_are_measured(ids):
+    figures = measure(Shape(experts=np.array(ids), expert_counts=(2,))).measured
+    assert figures["adjacent_reuse"] == len(ids) - 1 and figures["popularity_spread"] == (0.5 if len(ids) == 1 else 0)
