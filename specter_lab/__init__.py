@@ -8,18 +8,23 @@ from importlib.metadata import PackageNotFoundError, version
 
 from specter_lab import baselines, experiments
 from specter_lab.architectures import Architecture, architectures
+from specter_lab.bounds import clairvoyant_loads, oracle_bound, schedule_bound
 from specter_lab.bundled import Prompt, bundled_model, data_folder, load_prompts
 from specter_lab.calibration import calibrate, costs_of
+from specter_lab.cases import run_case
 from specter_lab.comparison import Comparison, compare
 from specter_lab.divergence import Divergence, divergence
 from specter_lab.doctor import DoctorReport, doctor
 from specter_lab.experiments import Experiment, ablate
 from specter_lab.generation import Generation
+from specter_lab.hardware import hardware
 from specter_lab.loading.prepare import prepare_moe
+from specter_lab.machines.cuda import CudaMachine
 from specter_lab.machines.simulated import CostTable, LaneCosts, SimulatedMachine
 from specter_lab.machines.throttled import ThrottledMachine
 from specter_lab.memory import MemoryPlan, plan_memory
 from specter_lab.models import MoE, load_moe
+from specter_lab.observe.analysis import critical_path, mispredictions
 from specter_lab.observe.export import save_chrome_trace, to_chrome_trace
 from specter_lab.observe.metrics import prediction_scores, summarize
 from specter_lab.observe.trace import Trace
@@ -30,6 +35,7 @@ from specter_lab.plots.html import save_html
 from specter_lab.plots.style import describe_colours
 from specter_lab.plots.timeline import plot_timeline
 from specter_lab.quantize import Dense, ExpertBank, Quanto, format_named
+from specter_lab.quantize.residual import ResidualBank
 from specter_lab.records import (
     Conditions,
     DeviceBytes,
@@ -48,6 +54,7 @@ from specter_lab.routing.chunked import ChunkedLookahead
 from specter_lab.routing.log import RoutingLog
 from specter_lab.routing.predictors import CutoffLookahead, DraftLookahead, NextLayerGate, NoPrediction, Oracle
 from specter_lab.routing.recorder import RouterRecorder
+from specter_lab.routing.synthetic import SyntheticRouting
 from specter_lab.speculate.draft_length import FixedLength, HeuristicLength
 from specter_lab.speculate.drafters import PromptLookupDrafter, SelfDrafter
 from specter_lab.speculate.governor import Governor
@@ -69,6 +76,7 @@ __all__ = [
     "Comparison",
     "Conditions",
     "CostTable",
+    "CudaMachine",
     "CutoffLookahead",
     "Dense",
     "DeviceBytes",
@@ -98,6 +106,7 @@ __all__ = [
     "PromptLookupDrafter",
     "Quanto",
     "ReplayTarget",
+    "ResidualBank",
     "RouterRecorder",
     "Routing",
     "RoutingLog",
@@ -105,6 +114,7 @@ __all__ = [
     "ShapeStore",
     "SimulatedMachine",
     "SplitByFinish",
+    "SyntheticRouting",
     "ThrottledMachine",
     "Trace",
     "Transfer",
@@ -114,22 +124,29 @@ __all__ = [
     "baselines",
     "bundled_model",
     "calibrate",
+    "clairvoyant_loads",
     "compare",
     "costs_of",
+    "critical_path",
     "data_folder",
     "describe_colours",
     "divergence",
     "doctor",
     "experiments",
     "format_named",
+    "hardware",
     "load_moe",
     "load_prompts",
+    "mispredictions",
+    "oracle_bound",
     "plan_memory",
     "plot_timeline",
     "prediction_scores",
     "prepare_moe",
+    "run_case",
     "save_chrome_trace",
     "save_html",
+    "schedule_bound",
     "summarize",
     "to_chrome_trace",
     "verify_greedy",

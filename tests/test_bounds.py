@@ -307,7 +307,7 @@ def test_no_system_beats_the_oracle(name, seed, new_tokens, width, limit, slots,
         moved = [pipeline.prefetcher.blob_bytes(layer) for layer in range(2)]
         run = pipeline.replay(text, prompt_tokens=3, max_new_tokens=new_tokens)
     hardware = {"slots": slots, "blob_bytes": moved, "link_gb_s": link_gb_s, "latency_us": 1}
-    if name == "fiddler":
+    if name in ("fiddler", "specter_plus"):
         hardware |= {"host_gb_s": machine.host_gb_s, "host_bytes": geometry.expert_bytes}
     bound = oracle_bound(text.experts[3 : 2 + new_tokens], costs=COSTS, draft_limit=limit, **hardware)
     of_this_run = schedule_bound(run.trace, **hardware)

@@ -79,7 +79,7 @@ def test_the_quickstart_runs_in_simulated_time(monkeypatch: pytest.MonkeyPatch) 
     client = NotebookClient(notebook, kernel_name="python3", timeout=100, resources={"metadata": {"path": str(FOLDER)}})
     client.execute()
     shown = {kind for cell in notebook.cells for out in cell.get("outputs", []) for kind in out.get("data", {})}
-    assert {"application/vnd.plotly.v1+json", "application/vnd.jupyter.widget-view+json", "text/html"} <= shown
+    assert {"application/vnd.plotly.v1+json", "text/html"} <= shown
 
 
 def test_an_untidy_notebook_is_seen() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 import specter_lab as sl
 from specter_lab.architectures import Architecture, as_markdown, discover, examine, in_registry
@@ -103,7 +104,10 @@ def test_no_type_is_missing_from_the_table() -> None:
 
 
 def test_the_table_is_current() -> None:
-    """The page in notebooks/ says what is measured now."""
+    """The page in notebooks/ says what is measured now; with another transformers only its types are compared (above)."""
+    written = TABLE.read_text("utf-8").splitlines()[0].rpartition(" ")[2]
+    if written != transformers.__version__:
+        pytest.skip(f"the table is of transformers {written}, this is {transformers.__version__}")
     assert as_markdown([row_of(name) for name in discover()]) == TABLE.read_text("utf-8")
 
 
