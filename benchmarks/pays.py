@@ -45,14 +45,17 @@ def main() -> None:
                 cells.append(cell)
                 ratios = ", ".join(f"{name} {value[0]:.2f}x" for name, value in cell["lookahead_over"].items())
                 print(f"{link * 1e3:.0f} MB/s, slots 1/{1 / fraction:.0f}: lookahead over {ratios}", flush=True)
-    result = {
-        "what": "mean TPOT of each system / mean TPOT of lookahead, with 95 % intervals over prompts; throttled machine",
-        "cells": cells,
-        "conditions": conditions(
-            model="tiny-moe", dtype="float32", prompts=len(prompts), new_tokens=NEW, draft_length=LENGTH, draft="qint4"
-        ),
-    }
-    print(write("pays", result))
+                path = write(
+                    "pays",
+                    {
+                        "what": "mean TPOT of each system / mean TPOT of lookahead, with 95 % intervals over prompts; throttled machine",
+                        "cells": cells,
+                        "conditions": conditions(
+                            model="tiny-moe", dtype="float32", prompts=len(prompts), new_tokens=NEW, draft_length=LENGTH, draft="qint4"
+                        ),
+                    },
+                )  # after each cell: an interrupt keeps what was measured
+    print(path)
 
 
 if __name__ == "__main__":
