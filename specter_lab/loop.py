@@ -79,14 +79,15 @@ class Assembly:
                 piece.bind(self.prefetcher)
 
     def start(self, *, warm: bool) -> None:
-        """Time 0, with empty slots unless ``warm``."""
+        """Time 0, pieces that have learned nothing, and empty slots unless ``warm``."""
         if not warm:
             self.reset()
         self.residency.new_request()
         self.prefetcher.reset()
-        for piece in (self.predictor, self.draft_length):
-            if hasattr(piece, "new_request"):
-                piece.new_request()
+        for piece in (self.drafter, self.predictor, self.eviction, self.draft_length):
+            begin = getattr(piece, "new_request", None)
+            if begin is not None:
+                begin()
         self.machine.start(self.prefetcher)
 
     def reset(self) -> None:

@@ -1,5 +1,8 @@
 """What plugs in: the protocols that a notebook may replace with its own idea.
 
+A piece may also have ``bind(view)``, called once with a ``DeviceView``, and ``new_request()``, called before each request:
+what it learned must be gone then, or results would depend on the order of prompts.
+
 Each has at least two implementations in this package. A class fits by having the methods; it needn't inherit.
 """
 

@@ -91,6 +91,14 @@ def test_the_barrier_holds_verification_until_the_plan_has_arrived(attached, tex
         assert group["end_us"].max() <= passes["start_us"].min() + 1e-6
 
 
+@pytest.mark.parametrize("name", ["on_demand", "fiddler", "specmoeoff_b1", "sp_moe", "moe_speq", "specter", "lookahead", "specter_plus"])
+def test_a_cold_request_knows_nothing_of_earlier_ones(attached, texts, name):
+    """The same request gives the same trace whatever ran before it: results can't depend on the order of prompts."""
+    with sl.baselines.named(name)(attached, machine=sl.SimulatedMachine(0.05), slots=6) as pipeline:
+        first, _, again = (pipeline.generate(texts[i][0], max_new_tokens=NEW, do_sample=False).trace for i in (0, 1, 0))
+    assert first.events.to_csv() == again.events.to_csv()
+
+
 def test_an_unknown_system_names_the_nearest():
     with pytest.raises(ValueError, match="Did you mean specter"):
         sl.baselines.named("spectre")

@@ -126,6 +126,10 @@ class LFU:
     name = "LFU"
 
     def __init__(self) -> None:
+        self.new_request()
+
+    def new_request(self) -> None:
+        """Nothing has been used yet."""
         self._uses: Counter[ExpertKey] = Counter()
         self._recent = LRU()
 

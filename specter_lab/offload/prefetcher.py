@@ -39,8 +39,6 @@ class Prefetcher:
 
     def __init__(self, store: ExpertStore, residency: Residency, machine: Machine) -> None:
         self.store, self.residency, self.machine = store, residency, machine
-        self._rate = 12e3
-        self._issued_us = 0.0
         self.reset()
 
     def reset(self) -> None:
@@ -50,6 +48,8 @@ class Prefetcher:
         self._protected: set[ExpertKey] = set()
         self._flying: dict[ExpertKey, int] = {}
         self._next_id = 0
+        self._rate = 12e3
+        self._issued_us = 0.0
 
     def slots(self, layer: int) -> int:
         """Device slots of that layer."""

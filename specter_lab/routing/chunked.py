@@ -36,9 +36,14 @@ class ChunkedLookahead(NoPrediction):
             raise ValueError(
                 f"A chunk schedule is one of {', '.join(SCHEDULES)} or a tuple of fractions; got {schedule!r}. Give one of these."
             )
-        self.schedule, self.draft_us = schedule, first_draft_us
+        self.schedule, self.first_draft_us = schedule, first_draft_us
+        self.new_request()
         self.name = f"chunked lookahead ({schedule})"
         self.view: DeviceView | None = None
+
+    def new_request(self) -> None:
+        """No draft step has been timed."""
+        self.draft_us = self.first_draft_us
 
     def bind(self, view: DeviceView) -> None:
         """Given by the pipeline: slots, what is absent, the link's rate."""

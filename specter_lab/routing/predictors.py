@@ -72,6 +72,10 @@ class DraftLookahead(NoPrediction):
                 f"A prior is a probability with a positive weight; got {prior} with weight {prior_weight}; 0.9 and 8.0 are usual."
             )
         self.prior, self.prior_weight = prior, prior_weight
+        self.new_request()
+
+    def new_request(self) -> None:
+        """No prediction has been judged."""
         self._tried: dict[int, int] = defaultdict(int)
         self._came_true: dict[int, int] = defaultdict(int)
 
@@ -111,9 +115,14 @@ class CutoffLookahead(DraftLookahead):
     name = "cutoff lookahead"
 
     def __init__(self, first_draft_us: float = 1000.0) -> None:
+        self.first_draft_us = first_draft_us
         super().__init__()
-        self.draft_us = first_draft_us
         self.view: DeviceView | None = None
+
+    def new_request(self) -> None:
+        """Nothing has been judged or timed."""
+        super().new_request()
+        self.draft_us = self.first_draft_us
 
     def bind(self, view: DeviceView) -> None:
         """Given by the pipeline: the link's rate and the time."""

@@ -38,7 +38,11 @@ class HeuristicLength:
     def __init__(self, start: int = 5) -> None:
         if start < 1:
             raise ValueError(f"The heuristic starts at one token or more; got {start}; 5 is usual.")
-        self.length = start
+        self.start = self.length = start
+
+    def new_request(self) -> None:
+        """Back to ``start``."""
+        self.length = self.start
 
     def choose(self, step: int, most: int) -> int:
         """The current length, or what is left of the request."""

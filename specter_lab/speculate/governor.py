@@ -26,10 +26,14 @@ class Governor:
         if not candidates or min(candidates) < 0 or not 0 < smoothing <= 1:
             raise ValueError(f"A governor chooses among lengths of 0 or more, smoothing in (0, 1]; got {list(candidates)} and {smoothing}.")
         self.candidates, self.smoothing = tuple(sorted(candidates)), smoothing
-        self._accepted = [0.9] * (max(candidates) + 1)
-        self._times: dict[int, float] = {}
+        self.new_request()
         self._view: DeviceView | None = None
         self._begun_us = 0.0
+
+    def new_request(self) -> None:
+        """No acceptance and no time has been observed."""
+        self._accepted = [0.9] * (max(self.candidates) + 1)
+        self._times: dict[int, float] = {}
 
     def bind(self, view: DeviceView | None) -> None:
         """Given by the pipeline: the time."""
