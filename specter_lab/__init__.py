@@ -23,13 +23,14 @@ from specter_lab.machines.cuda import CudaMachine
 from specter_lab.machines.simulated import CostTable, LaneCosts, SimulatedMachine
 from specter_lab.machines.throttled import ThrottledMachine
 from specter_lab.memory import MemoryPlan, plan_memory
-from specter_lab.models import MoE, load_moe
+from specter_lab.models import MoE
 from specter_lab.observe.analysis import critical_path, mispredictions
 from specter_lab.observe.export import save_chrome_trace, to_chrome_trace
 from specter_lab.observe.metrics import prediction_scores, summarize
 from specter_lab.observe.trace import Trace
 from specter_lab.offload.eviction import LFU, LRU, ClairvoyantEviction, LookaheadLRU
 from specter_lab.offload.misses import AlwaysHost, SplitByFinish
+from specter_lab.opening import load_moe
 from specter_lab.pipeline import Pipeline
 from specter_lab.plots.html import save_html
 from specter_lab.plots.style import describe_colours

@@ -18,7 +18,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specter_lab.geometry import expert_counts, no_experts
-from specter_lab.models import MoE, load_moe
+from specter_lab.models import MoE
+from specter_lab.opening import load_moe
 from specter_lab.recipes import tiny_model
 from specter_lab.router_kinds import router_kind
 

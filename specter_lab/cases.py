@@ -16,7 +16,7 @@ from specter_lab.demo import machine_named, one_thread, own_tokens
 from specter_lab.generation import Generation
 from specter_lab.hardware import Case, case_named, costs_for, hardware
 from specter_lab.machines.simulated import SimulatedMachine
-from specter_lab.models import load_moe
+from specter_lab.opening import load_moe
 from specter_lab.replay import ReplayTarget
 from specter_lab.routing.recorder import RouterRecorder
 from specter_lab.routing.synthetic import SyntheticRouting, SyntheticText

@@ -14,8 +14,9 @@ from specter_lab.bundled import load_prompts
 from specter_lab.comparison import LEAST_PROMPTS, Comparison, compare
 from specter_lab.machines.simulated import SimulatedMachine
 from specter_lab.machines.throttled import ThrottledMachine
-from specter_lab.models import MoE, load_moe
+from specter_lab.models import MoE
 from specter_lab.observe.export import save_chrome_trace
+from specter_lab.opening import load_moe
 from specter_lab.pieces import Machine
 from specter_lab.plots.html import save_html
 from specter_lab.plots.timeline import plot_timeline
@@ -49,7 +50,7 @@ def machine_named(name: str, link_gb_s: float) -> Machine:
 def own_tokens(moe: MoE, prompts: Sequence[str], max_new_tokens: int) -> list[list[int]]:
     """The model's own greedy new tokens with eager experts for each prompt: what every system must give in fp32.
 
-    >>> from specter_lab.models import MoE, load_moe
+    >>> from specter_lab.models import MoE; from specter_lab.opening import load_moe
     >>> len(own_tokens(load_moe("tiny-moe", dtype="float32"), ["Once"], 3)[0])
     3
     """

@@ -15,11 +15,12 @@ from specter_lab.generation import Generation, conditions_of
 from specter_lab.loop import Assembly
 from specter_lab.machines.throttled import ThrottledMachine
 from specter_lab.memory import MemoryPlan, plan_memory
-from specter_lab.models import MoE, load_moe
+from specter_lab.models import MoE
 from specter_lab.offload.eviction import LRU
 from specter_lab.offload.prefetcher import Prefetcher
 from specter_lab.offload.residency import Residency
 from specter_lab.offload.server import MissSplit
+from specter_lab.opening import load_moe
 from specter_lab.pieces import Drafter, DraftLength, EvictionPolicy, ExpertStore, Machine, Predictor
 from specter_lab.replay import ReplayableText, Replayed, ReplayTarget
 from specter_lab.request import encode, refuse_drafter, refuse_inputs, refuse_length, refuse_unknown, stop_criteria

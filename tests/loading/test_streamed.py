@@ -260,7 +260,7 @@ def test_what_does_not_fit_is_refused_with_its_numbers(checkpoint, monkeypatch):
     monkeypatch.setattr(streamed_module, "available_bytes", lambda: 1000)
     with pytest.raises(ValueError, match=rf"takes {needed + rest:,} bytes .*1,000 are free.*prepare_moe"):
         sl.load_moe(folder)
-    monkeypatch.setattr("specter_lab.models.available_bytes", lambda: 1000)
+    monkeypatch.setattr("specter_lab.hosting.available_bytes", lambda: 1000)
     with pytest.raises(RuntimeError, match=rf"{needed:,} bytes here, 1,000 are free"):
         moe.detach()
     assert moe.seam.attached and logits(moe).shape[1] == 22
