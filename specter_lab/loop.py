@@ -73,7 +73,7 @@ class Assembly:
         self.eviction, self.draft_length, self.barrier, self.split = eviction, draft_length, barrier, split
         self.host_store = host_store or store
         self.residency = Residency(store, slots, eviction, poison=poison, device=device)
-        self.prefetcher = Prefetcher(store, self.residency, machine)
+        self.prefetcher = Prefetcher(store, self.residency, machine, host_store=self.host_store if split else None)
         for piece in (predictor, eviction, draft_length):
             if hasattr(piece, "bind"):
                 piece.bind(self.prefetcher)

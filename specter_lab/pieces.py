@@ -153,6 +153,12 @@ class DeviceView(Protocol):
     def wanted(self, key: ExpertKey) -> bool:
         """Whether a prediction for a pass still to come wants it."""
 
+    def expected_uses(self, key: ExpertKey) -> float:
+        """How many positions of the coming pass are expected to use it."""
+
+    def experts(self, layer: int) -> int:
+        """Experts of that layer, wherever they are."""
+
     def blob_bytes(self, layer: int) -> int:
         """What one expert of that layer moves."""
 

@@ -7,26 +7,11 @@ it is free. A demand therefore waits for at most one copy. Callers hold the mach
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
 
+from specter_lab.offload.intents import Intent, Intents
 from specter_lab.offload.residency import Residency
 from specter_lab.pieces import ExpertStore, Machine
 from specter_lab.records import ExpertKey, LayerCall, Prediction, Transfer
-
-
-@dataclass
-class _Intent:
-    """A wanted expert and the predictions (by position) that want it; the request is None until a copy is needed."""
-
-    request_id: int | None
-    step: int
-    position: int
-    odds: dict[int, float] = field(default_factory=dict)
-
-    @property
-    def value(self) -> float:
-        """Expected number of positions that use it."""
-        return sum(self.odds.values())
 
 
 class Prefetcher:
@@ -37,14 +22,14 @@ class Prefetcher:
     True
     """
 
-    def __init__(self, store: ExpertStore, residency: Residency, machine: Machine) -> None:
-        self.store, self.residency, self.machine = store, residency, machine
+    def __init__(self, store: ExpertStore, residency: Residency, machine: Machine, *, host_store: ExpertStore | None = None) -> None:
+        self.store, self.residency, self.machine, self.host_store = store, residency, machine, host_store
         self.reset()
 
     def reset(self) -> None:
         """Drop everything that waits; nothing may be in flight."""
-        self._intents: list[dict[int, _Intent]] = [{} for _ in range(self.store.layers)]
-        self._demands: dict[ExpertKey, _Intent] = {}
+        self._intents = Intents(self.store.layers, self.residency.state)
+        self._demands: dict[ExpertKey, Intent] = {}
         self._protected: set[ExpertKey] = set()
         self._flying: dict[ExpertKey, int] = {}
         self._next_id = 0
@@ -61,7 +46,15 @@ class Prefetcher:
 
     def wanted(self, key: ExpertKey) -> bool:
         """Whether a prediction for a pass still to come wants it."""
-        return key.expert in self._intents[key.layer]
+        return key in self._intents
+
+    def expected_uses(self, key: ExpertKey) -> float:
+        """How many positions of the coming pass are expected to use it."""
+        return self._intents.value(key)
+
+    def experts(self, layer: int) -> int:
+        """Experts of that layer, wherever they are."""
+        return self.store.experts(layer)
 
     def blob_bytes(self, layer: int) -> int:
         """What one expert of that layer moves."""
@@ -86,13 +79,12 @@ class Prefetcher:
     @property
     def waiting(self) -> bool:
         """Whether anything may be worth a look from an idle link."""
-        return bool(self._demands) or any(self._intents)
+        return bool(self._demands) or bool(self._intents)
 
     def want(self, predictions: Iterable[Prediction]) -> None:
         """Add predictions; an expert already resident, loading or wanted is only wanted more (and kept from prefetches)."""
         for p in predictions:
-            intent = self._intents[p.key.layer].setdefault(p.key.expert, _Intent(None, p.step, p.position))
-            intent.odds[p.position] = max(p.probability, intent.odds.get(p.position, 0.0))
+            intent = self._intents.want(p)
             state = self.residency.state(p.key)
             request_id = self.residency.request_of(p.key)
             if state == "absent":
@@ -109,9 +101,7 @@ class Prefetcher:
         the host and never demanded.
         """
         self.machine.trace.needed(step, call.layer, call.needed)
-        later = {expert: intent for expert, intent in self._intents[call.layer].items() if intent.step > step}
-        intents = {expert: intent for expert, intent in self._intents[call.layer].items() if intent.step <= step}
-        self._intents[call.layer] = later
+        intents = self._intents.drop(call.layer, step)
         for expert, rows in zip(call.needed, call.rows, strict=True):
             key = ExpertKey(call.layer, expert)
             state = self.residency.state(key)
@@ -121,7 +111,7 @@ class Prefetcher:
                 request_id = -1
             elif state == "absent":
                 request_id = self._new_id() if intent is None or intent.request_id is None else intent.request_id
-                self._demands[key] = _Intent(request_id, step, position)
+                self._demands[key] = Intent(request_id, step, position)
             if key not in hosted:
                 self._protected.add(key)
             self.machine.mark(
@@ -133,26 +123,18 @@ class Prefetcher:
             for row, picked in enumerate(call.experts.tolist()):
                 for expert in picked:
                     self.machine.mark("route", step=step, position=position + row, layer=call.layer, expert=expert)
-        self._drop(call.layer, intents, "not needed")
+        self._dropped(call.layer, intents, "not needed")
 
     def cancel(self, step: int, reason: str) -> None:
         """Drop all intents of passes up to ``step``: their tokens are decided."""
-        for layer, intents in enumerate(self._intents):
-            self._drop(layer, {e: i for e, i in intents.items() if i.step <= step}, reason)
+        for layer in range(self.store.layers):
+            self._dropped(layer, self._intents.drop(layer, step), reason)
 
-    def _drop(self, layer: int, dropped: dict[int, _Intent], reason: str) -> None:
-        for expert, intent in dropped.items():
-            self._intents[layer].pop(expert, None)
+    def _dropped(self, layer: int, intents: dict[int, Intent], reason: str) -> None:
+        for expert, intent in intents.items():
             if intent.request_id is not None:
-                self.machine.mark(
-                    "cancel",
-                    step=intent.step,
-                    position=intent.position,
-                    layer=layer,
-                    expert=expert,
-                    request_id=intent.request_id,
-                    reason=reason,
-                )
+                where = {"step": intent.step, "position": intent.position, "layer": layer, "expert": expert}
+                self.machine.mark("cancel", **where, request_id=intent.request_id, reason=reason)
 
     def ready(self, pending: Iterable[ExpertKey]) -> ExpertKey | None:
         """The first of ``pending`` that can be computed with now."""
@@ -177,20 +159,21 @@ class Prefetcher:
             if transfer is not None:
                 del self._demands[key]
             return transfer
-        for layer, intents in enumerate(self._intents):
-            transfer = self._best(layer, intents) if intents else None
+        for key in self._intents.urgent(self._host_share):
+            # the last slot that a demand could use stays out of reach, and what is wanted isn't evicted for what is wanted
+            protected = self._protected.union(self._intents.wanted(key.layer))
+            transfer = self._issue(key, self._intents[key], "prefetch", protected, spare=1)
             if transfer is not None:
                 return transfer
         return None
 
-    def _best(self, layer: int, intents: dict[int, _Intent]) -> Transfer | None:
-        keys = {expert: ExpertKey(layer, expert) for expert in intents}
-        absent = [e for e, key in keys.items() if self.residency.state(key) == "absent"]
-        if not absent:
-            return None
-        expert = min(absent, key=lambda e: (intents[e].step, -intents[e].value, e))
-        # the last slot that a demand could use stays out of reach, and what is wanted isn't evicted for what is wanted
-        return self._issue(keys[expert], intents[expert], "prefetch", self._protected | set(keys.values()), spare=1)
+    @property
+    def _host_share(self) -> float:
+        """Of misses, what the host computes while the link brings the others; 0 without ``host_store``."""
+        if self.host_store is None:
+            return 0.0
+        copy, host = self.machine.copy_us(self.store.blob_bytes(0)), self.machine.host_us(self.host_store.blob_bytes(0))
+        return copy / (copy + host)
 
     def arrived(self, transfer: Transfer) -> None:
         """The link is done with ``transfer``."""
@@ -199,7 +182,7 @@ class Prefetcher:
         self._rate = 0.75 * self._rate + 0.25 * transfer.bytes / taken_us
         self.residency.arrived(transfer.key)
 
-    def _issue(self, key: ExpertKey, intent: _Intent, reason: str, protected: set[ExpertKey], *, spare: int) -> Transfer | None:
+    def _issue(self, key: ExpertKey, intent: Intent, reason: str, protected: set[ExpertKey], *, spare: int) -> Transfer | None:
         if intent.request_id is None:
             intent.request_id = self._new_id()
         request_id = intent.request_id
@@ -207,9 +190,11 @@ class Prefetcher:
         if placed is None:
             return None
         slot, victim = placed
+        self._intents.moved(key)
         intent.request_id = None  # spent: should this expert be forgotten and wanted again, that is another copy
         size = self.store.blob_bytes(key.layer)
         if victim is not None:
+            self._intents.moved(victim)
             self.machine.mark("evict", layer=victim.layer, expert=victim.expert, bytes=size, request_id=request_id, reason=reason)
         self._flying[key] = request_id
         self._issued_us = self.machine.now_us()
