@@ -22,7 +22,7 @@ from specter_lab.loading.prepare import prepare_moe
 from specter_lab.machines.cuda import CudaMachine
 from specter_lab.machines.simulated import CostTable, LaneCosts, SimulatedMachine
 from specter_lab.machines.throttled import ThrottledMachine
-from specter_lab.memory import MemoryPlan, plan_memory
+from specter_lab.memory import BudgetError, MemoryPlan
 from specter_lab.models import MoE
 from specter_lab.observe.analysis import critical_path, mispredictions
 from specter_lab.observe.export import save_chrome_trace, to_chrome_trace
@@ -32,6 +32,7 @@ from specter_lab.offload.eviction import LFU, LRU, ClairvoyantEviction, Lookahea
 from specter_lab.offload.misses import AlwaysHost, SplitByFinish
 from specter_lab.opening import load_moe
 from specter_lab.pipeline import Pipeline
+from specter_lab.planning import plan_memory
 from specter_lab.plots.html import save_html
 from specter_lab.plots.style import describe_colours
 from specter_lab.plots.timeline import plot_timeline
@@ -72,6 +73,7 @@ __all__ = [
     "ActivationAware",
     "AlwaysHost",
     "Architecture",
+    "BudgetError",
     "ChunkedLookahead",
     "ClairvoyantEviction",
     "Comparison",

@@ -17,6 +17,7 @@ from specter_lab.generation import Generation
 from specter_lab.hardware import Case, case_named, costs_for, hardware
 from specter_lab.machines.simulated import SimulatedMachine
 from specter_lab.opening import load_moe
+from specter_lab.planning import stand_in
 from specter_lab.replay import ReplayTarget
 from specter_lab.routing.recorder import RouterRecorder
 from specter_lab.routing.synthetic import SyntheticRouting, SyntheticText
@@ -68,7 +69,7 @@ def run_case(
     'ds_low'
     """
     case = case_named(case) if isinstance(case, str) else case
-    target = ReplayTarget(case.model.geometry, case.model.name)
+    target = stand_in(case)
     texts = case_texts(case, prompts, prompt_tokens + max_new_tokens + 1, seed=seed)
     host = next(iter(hardware().hosts.values()))
     costs = costs_for(case.model, case.gpu)

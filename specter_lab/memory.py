@@ -19,14 +19,31 @@ class MemoryPlan:
     """Slots for each layer and the device bytes of everything, KV counted for ``context_length`` tokens.
 
     >>> import specter_lab as sl
-    >>> with sl.load_moe("tiny-moe") as moe: sl.plan_memory(moe, slots=6).slots
-    (6, 6, 6, 6, 6, 6, 6, 6)
+    >>> sl.plan_memory("tiny-moe", "on_demand", "13MB").slots
+    (14, 14, 14, 13, 13, 13, 13, 13)
     """
 
     slots: tuple[int, ...]
     device: DeviceBytes
     context_length: int
     budget: int | None
+
+
+class BudgetError(ValueError):
+    """A budget of ``budget`` bytes that doesn't hold one slot a layer: ``smallest`` does.
+
+    >>> BudgetError("too small", smallest=12, budget=10).short
+    2
+    """
+
+    def __init__(self, message: str, *, smallest: int, budget: int) -> None:
+        super().__init__(message)
+        self.smallest, self.budget = smallest, budget
+
+    @property
+    def short(self) -> int:
+        """Bytes that are missing."""
+        return self.smallest - self.budget
 
 
 def parse_bytes(size: int | str) -> int:
@@ -43,7 +60,7 @@ def parse_bytes(size: int | str) -> int:
         raise ValueError(f"A memory budget is a number of bytes or a size such as '8GiB' or '500MB'; got {size!r}.") from error
 
 
-def plan_memory(
+def divide_memory(
     target: MoE | ReplayTarget,
     *,
     bank: ExpertStore | None = None,
@@ -57,10 +74,10 @@ def plan_memory(
     ``slots``: so many a layer (one number, or one for each layer), or ``memory``: a total of device bytes; with neither,
     a quarter of each layer's experts. ``store``: what a slot holds (the target's own experts, if not given). Slots that a
     budget leaves over go to the first layers.
-    Raises ``ValueError`` for both at once, and for a budget below one slot a layer, naming the smallest.
+    Raises ``ValueError`` for both at once, and ``BudgetError`` for a budget below one slot a layer.
 
     >>> import specter_lab as sl
-    >>> with sl.load_moe("tiny-moe") as moe: sl.plan_memory(moe, memory="12MB").device.total <= 12_000_000
+    >>> with sl.load_moe("tiny-moe") as moe: divide_memory(moe, memory="12MB").device.total <= 12_000_000
     True
     """
     geometry, store = target.geometry, store or target.store
@@ -78,11 +95,13 @@ def plan_memory(
         budget = parse_bytes(memory)
         counts = _fill(budget - fixed.total, sizes, geometry.experts)
         if not counts:
-            raise ValueError(
-                f"The smallest legal cache is one slot a layer: {fixed.total + sum(sizes):,} bytes here ({fixed.non_expert:,} non-expert, "
+            smallest = fixed.total + sum(sizes)
+            raise BudgetError(
+                f"The smallest legal cache is one slot a layer: {smallest:,} bytes here ({fixed.non_expert:,} non-expert, "
                 f"{fixed.draft:,} draft, {fixed.buffers:,} buffers, {fixed.kv:,} KV for {context} tokens, {sum(sizes):,} slots); "
-                f"the budget is {budget:,}. Raise it, shorten context_length, or use a smaller draft format."
-            )
+                f"the budget is {budget:,}, {smallest - budget:,} short. Raise it, shorten context_length, or use a smaller draft format.",
+                smallest=smallest, budget=budget,
+            )  # fmt: skip
     elif isinstance(slots, Sequence):
         counts = [int(n) for n in slots]
     else:

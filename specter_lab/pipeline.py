@@ -14,7 +14,7 @@ from specter_lab.decoding import Decoding
 from specter_lab.generation import Generation, conditions_of
 from specter_lab.loop import Assembly
 from specter_lab.machines.throttled import ThrottledMachine
-from specter_lab.memory import MemoryPlan, plan_memory
+from specter_lab.memory import MemoryPlan, divide_memory
 from specter_lab.models import MoE
 from specter_lab.offload.eviction import LRU
 from specter_lab.offload.prefetcher import Prefetcher
@@ -82,7 +82,7 @@ class Pipeline:
         try:
             bank = getattr(drafter, "bank", None)
             store = self._store(residual, bank)
-            self.plan: MemoryPlan = plan_memory(
+            self.plan: MemoryPlan = divide_memory(
                 self.target, bank=bank, store=store, slots=slots, memory=memory, context_length=context_length
             )
             self.assembly = Assembly(
