@@ -17,9 +17,14 @@ from specter_lab.observe.trace import TraceWriter
 from specter_lab.pieces import LinkSource
 from specter_lab.records import ExpertKey, Transfer
 
+HAND_OVER_US = 100.0
+"""Waking a thread and being woken by it takes about as long: a shorter copy is carried out by the one that asks for it."""
+
 
 class ThrottledMachine:
     """Wall time for compute; one link thread that copies at ``link_gb_s`` (GB/s, 10**9 bytes) plus ``latency_us`` a copy.
+
+    On a link so fast that a copy takes less than ``HAND_OVER_US``, the compute thread carries it out itself and stalls for it.
 
     The host's lane is a thread too, paced to read weights at ``host_gb_s`` (3 x the link by default), since the
     processor that plays the device would otherwise be as fast as the host. Threads live from ``start`` to ``stop``. For
@@ -48,6 +53,8 @@ class ThrottledMachine:
         self._thread: threading.Thread | None = None
         self._source: LinkSource | None = None
         self._failure: BaseException | None = None
+        self._handed: Transfer | None = None
+        self._idle = self._stopping = False
         self._zero = self._segment = time.perf_counter()
         self._arrived: dict[int, float] = {}
 
@@ -55,10 +62,11 @@ class ThrottledMachine:
         """Begin a request: time 0, an empty trace, and a link thread if there is a source."""
         self.stop()
         self.trace = TraceWriter(self.label)
-        self._arrived, self._failure, self._source = {}, None, source
-        self._zero = self._segment = time.perf_counter()
+        self._arrived, self._failure, self._source, self._handed = {}, None, source, None
+        self._idle, self._stopping = True, False
+        self._zero = self._segment = self._lands_at = time.perf_counter()
         if source is not None:
-            self._thread = threading.Thread(target=self._run_link, args=(source,), name="specter-link", daemon=True)
+            self._thread = threading.Thread(target=self._run_link, name="specter-link", daemon=True)
             self._thread.start()
 
     def now_us(self) -> float:
@@ -86,6 +94,7 @@ class ThrottledMachine:
         """Block until ``request_id`` has arrived; what ran before it on the compute timeline counts as planning."""
         start = time.perf_counter()
         with self.lock:
+            self.notify()
             while request_id not in self._arrived:
                 if self._failure is not None:
                     raise RuntimeError(f"The link thread failed while {key} was awaited: {self._failure!r}") from self._failure
@@ -139,14 +148,23 @@ class ThrottledMachine:
         return max(0.0, self._lands_at - time.perf_counter()) * 1e6
 
     def notify(self) -> None:
-        """Wake the link."""
+        """An idle link takes its next copy: the link thread, or this one where that is quicker than waking it."""
         with self.lock:
-            self.lock.notify_all()
+            while self._idle and self._failure is None:
+                transfer = self._next()
+                if transfer is None:
+                    return
+                self._lands_at = max(self._lands_at, time.perf_counter())  # it rested: no time to catch up with
+                if self.copy_us(transfer.bytes) >= HAND_OVER_US:
+                    self._handed, self._idle = transfer, False
+                    self.lock.notify_all()
+                else:
+                    self._carry(transfer)
 
     def stop(self) -> None:
         """Let the copy on the link finish and end the thread."""
         with self.lock:
-            self._source = None
+            self._stopping = True
             self.lock.notify_all()
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -162,37 +180,60 @@ class ThrottledMachine:
     def _add(self, lane: str, kind: str, start: float, end: float, **fields: Any) -> None:
         self.trace.add(lane, kind, (start - self._zero) * 1e6, (end - self._zero) * 1e6, **fields)
 
-    def _run_link(self, source: LinkSource) -> None:
+    def _next(self) -> Transfer | None:
+        """The source's next copy; its failure is kept for the thread that waits."""
         try:
-            free_at = time.perf_counter()  # the paced link's own schedule: late wake-ups don't add up
+            return None if self._source is None or self._stopping else self._source.next_transfer()
+        except BaseException as failure:
+            self._failure = failure
+            return None
+
+    def _carry(self, transfer: Transfer) -> None:
+        """A copy by the compute thread, which stalls for it."""
+        start = time.perf_counter()
+        self._add("target", "plan", self._segment, start, step=transfer.step, layer=transfer.key.layer)
+        self._copy(transfer)
+        while time.perf_counter() < self._lands_at:
+            pass  # a sleep this short takes longer
+        end = self._segment = self._land(transfer, start)
+        where = {"layer": transfer.key.layer, "expert": transfer.key.expert, "request_id": transfer.request_id}
+        self._add("target", "stall", start, end, step=transfer.step, **where)
+
+    def _copy(self, transfer: Transfer) -> None:
+        """The bytes, and when they are due: the link has a schedule of its own, so late wake-ups don't add up."""
+        if transfer.source is not None and transfer.destination is not None:
+            transfer.destination.copy_(transfer.source)
+        self._lands_at += self.copy_us(transfer.bytes) * 1e-6
+
+    def _run_link(self) -> None:
+        try:
             while True:
                 with self.lock:
-                    transfer = source.next_transfer() if self._source is source else None
-                    while transfer is None:
-                        if self._source is not source:
+                    while self._handed is None:
+                        self._idle = True
+                        if self._stopping:
                             return
                         self.lock.wait()
-                        free_at = max(free_at, time.perf_counter())
-                        transfer = source.next_transfer() if self._source is source else None
+                    transfer = self._handed
                 start = time.perf_counter()
-                if transfer.source is not None and transfer.destination is not None:
-                    transfer.destination.copy_(transfer.source)
-                free_at += self.copy_us(transfer.bytes) * 1e-6
-                self._lands_at = free_at
-                time.sleep(max(0.0, free_at - time.perf_counter()))
-                self._land(source, transfer, start)
+                self._copy(transfer)
+                time.sleep(max(0.0, self._lands_at - time.perf_counter()))
+                with self.lock:
+                    self._land(transfer, start)
+                    self.lock.notify_all()
+                    self._handed = self._next()
         except BaseException as failure:  # handed to the waiting compute thread, which raises it
             with self.lock:
                 self._failure = failure
                 self.lock.notify_all()
 
-    def _land(self, source: LinkSource, transfer: Transfer, start: float) -> None:
-        with self.lock:
-            end = time.perf_counter()
-            self._add(
-                "link", "transfer", start, end, step=transfer.step, position=transfer.position, layer=transfer.key.layer,
-                expert=transfer.key.expert, bytes=transfer.bytes, request_id=transfer.request_id, reason=transfer.reason,
-            )  # fmt: skip
-            self._arrived[transfer.request_id] = end
-            source.arrived(transfer)
-            self.lock.notify_all()
+    def _land(self, transfer: Transfer, start: float) -> float:
+        end = time.perf_counter()
+        self._add(
+            "link", "transfer", start, end, step=transfer.step, position=transfer.position, layer=transfer.key.layer,
+            expert=transfer.key.expert, bytes=transfer.bytes, request_id=transfer.request_id, reason=transfer.reason,
+        )  # fmt: skip
+        self._arrived[transfer.request_id] = end
+        assert self._source is not None
+        self._source.arrived(transfer)
+        return end

@@ -44,9 +44,10 @@ class Residency:
         self.store, self.eviction, self.poison = store, eviction, poison
         self.slots = tuple(min(n, store.experts(layer)) for layer, n in enumerate(slots))
         self._pool = [torch.zeros(n, store.blob_bytes(layer), dtype=torch.uint8, device=device) for layer, n in enumerate(self.slots)]
+        self._rows = [list(pool.unbind()) for pool in self._pool]
         # where a blob is a residual, tensors are made at each use
         self._rebuild: Callable[[ExpertKey, Tensor], Mapping[str, Tensor]] | None = getattr(store, "rebuild", None)
-        self._weights = [[{} if self.rebuilds else store.weights(layer, blob) for blob in pool] for layer, pool in enumerate(self._pool)]
+        self._weights = [[{} if self.rebuilds else store.weights(layer, blob) for blob in rows] for layer, rows in enumerate(self._rows)]
         self._free = [list(range(n)) for n in self.slots]
         self._slot: list[dict[ExpertKey, int]] = [{} for _ in self.slots]
         self._loading: set[ExpertKey] = set()
@@ -93,7 +94,7 @@ class Residency:
         if self._free[layer]:
             slot = self._free[layer].pop(0)
         else:
-            candidates = [k for k in taken if k not in protected and k not in self._loading and k not in self._in_use]
+            candidates = list(taken.keys() - protected - self._loading - self._in_use)
             if not candidates:
                 return None
             victim = self.eviction.victim(candidates)
@@ -105,7 +106,7 @@ class Residency:
 
     def destination(self, layer: int, slot: int) -> Tensor:
         """(blob_bytes,) uint8: where a copy for that slot goes."""
-        return self._pool[layer][slot]
+        return self._rows[layer][slot]
 
     def arrived(self, key: ExpertKey) -> None:
         """The copy is done: loading -> resident."""
@@ -121,7 +122,7 @@ class Residency:
     def rebuild(self, key: ExpertKey) -> Mapping[str, Tensor]:
         """The exact tensors of an acquired expert whose slot holds a residual."""
         assert self._rebuild is not None
-        return self._rebuild(key, self._pool[key.layer][self._slot[key.layer][key]])
+        return self._rebuild(key, self._rows[key.layer][self._slot[key.layer][key]])
 
     def release(self, key: ExpertKey) -> None:
         """The computation with ``key`` is over."""
@@ -147,5 +148,5 @@ class Residency:
         self._brought.pop(key, None)
         self.eviction.forgotten(key)
         if self.poison:
-            self._pool[key.layer][slot].fill_(_POISON)
+            self._rows[key.layer][slot].fill_(_POISON)
         return slot
