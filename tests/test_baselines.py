@@ -68,7 +68,7 @@ def test_every_system_is_covered():
 
 
 @pytest.mark.parametrize("name", list(ACTIVE))
-@pytest.mark.parametrize("machine", [sl.SimulatedMachine(0.05, 5), sl.ThrottledMachine(1.0)], ids=lambda m: m.label)
+@pytest.mark.parametrize("machine", [sl.SimulatedMachine(0.05, 5), sl.ThrottledMachine(0.5)], ids=lambda m: m.label)
 def test_tokens_are_the_models_own_and_the_mechanism_is_active(attached, texts, library, name, machine):
     extra = {"library": library} if name == "activation_aware" else {}
     with sl.baselines.named(name)(attached, machine=machine, slots=6, poison=True, **extra) as pipeline:

@@ -72,7 +72,7 @@ def test_every_prompt_gives_the_models_own_tokens(attached, banks, texts, drafte
         "gate": lambda: sl.NextLayerGate(attached),
         "lookahead": sl.DraftLookahead,
     }
-    shared = {"slots": slots, "poison": True, "machine": sl.SimulatedMachine(0.05) if machine == "simulated" else sl.ThrottledMachine(10.0)}
+    shared = {"slots": slots, "poison": True, "machine": sl.SimulatedMachine(0.05) if machine == "simulated" else sl.ThrottledMachine(0.5)}
     for ids, own, log in texts:
         piece = sl.Oracle(log) if predictor == "oracle" else simple[predictor]()
         draft = drafters.get(drafter, lambda: sl.SelfDrafter(banks[drafter]))()

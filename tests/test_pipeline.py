@@ -82,7 +82,7 @@ def test_tokens_are_the_models_own(attached, own, drafter, predictor, machine, s
         attached,
         drafter=drafters.get(drafter, lambda: sl.SelfDrafter(attached.quantize(drafter)))(),
         predictor=predictors[predictor](),
-        machine=sl.SimulatedMachine(0.05, 5) if machine == "simulated" else sl.ThrottledMachine(5.0),
+        machine=sl.SimulatedMachine(0.05, 5) if machine == "simulated" else sl.ThrottledMachine(0.5),
         draft_length=(0, 1, 5, 50)[number % 4] if drafter != "none" else None,
         slots=slots,
         poison=True,

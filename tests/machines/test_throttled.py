@@ -49,6 +49,20 @@ def test_copies_are_real_and_paced_within_three_percent():
     assert not link_threads()
 
 
+def test_short_copies_are_carried_out_by_the_thread_that_asks_and_never_faster_than_the_link():
+    copies, machine = Copies(40, 20_000), ThrottledMachine(1.0)  # 20 us each
+    machine.start(copies)
+    machine.notify()
+    assert copies.landed == list(range(40))  # before notify returns: no other thread took part
+    machine.stop()
+    trace = machine.trace.finish()
+    transfers, stalls = trace.of_kind("transfer"), trace.of_kind("stall")
+    assert torch.equal(copies.host, copies.device)
+    assert transfers["end_us"].max() - transfers["start_us"].min() >= 40 * 20 - 1
+    assert stalls["request_id"].tolist() == transfers["request_id"].tolist()
+    assert stalls["end_us"].tolist() == transfers["end_us"].tolist()
+
+
 def test_invariants_hold_on_the_wall_clock():
     run = ToyRun(ToyStore(3, 6, size=4096), [2, 1, 3], ThrottledMachine(0.02))
     generator = torch.Generator().manual_seed(0)
