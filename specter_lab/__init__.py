@@ -57,9 +57,11 @@ from specter_lab.routing.log import RoutingLog
 from specter_lab.routing.predictors import CutoffLookahead, DraftLookahead, NextLayerGate, NoPrediction, Oracle
 from specter_lab.routing.recorder import RouterRecorder
 from specter_lab.routing.synthetic import SyntheticRouting
+from specter_lab.speculate.copied import CopiedDrafter
 from specter_lab.speculate.draft_length import FixedLength, HeuristicLength
 from specter_lab.speculate.drafters import PromptLookupDrafter, SelfDrafter
 from specter_lab.speculate.governor import Governor
+from specter_lab.speculate.separate import SeparateDrafter
 from specter_lab.speculate.verification import verify_greedy, verify_sampled
 
 try:
@@ -78,6 +80,7 @@ __all__ = [
     "ClairvoyantEviction",
     "Comparison",
     "Conditions",
+    "CopiedDrafter",
     "CostTable",
     "CudaMachine",
     "CutoffLookahead",
@@ -114,6 +117,7 @@ __all__ = [
     "Routing",
     "RoutingLog",
     "SelfDrafter",
+    "SeparateDrafter",
     "ShapeStore",
     "SimulatedMachine",
     "SplitByFinish",

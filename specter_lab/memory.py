@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from specter_lab.pieces import ExpertStore
+from specter_lab.pieces import Drafter, ExpertStore
 from specter_lab.records import DeviceBytes
 
 if TYPE_CHECKING:
@@ -63,13 +63,13 @@ def parse_bytes(size: int | str) -> int:
 def divide_memory(
     target: MoE | ReplayTarget,
     *,
-    bank: ExpertStore | None = None,
+    drafter: Drafter | None = None,
     store: ExpertStore | None = None,
     slots: int | Sequence[int] | None = None,
     memory: int | str | None = None,
     context_length: int | None = None,
 ) -> MemoryPlan:
-    """Give the target's slots what a budget leaves after non-expert weights, draft bank, buffers and KV.
+    """Give the target's slots what a budget leaves after non-expert weights, the drafter's own weights and cache, buffers and KV.
 
     ``slots``: so many a layer (one number, or one for each layer), or ``memory``: a total of device bytes; with neither,
     a quarter of each layer's experts. ``store``: what a slot holds (the target's own experts, if not given). Slots that a
@@ -89,7 +89,9 @@ def divide_memory(
     buffers = max((wide for wide, size in zip(geometry.expert_bytes, sizes, strict=True) if wide > size), default=0)
     if hasattr(store, "rebuilt_bytes"):
         buffers += max(store.rebuilt_bytes(layer) for layer in range(store.layers))
-    fixed = DeviceBytes(geometry.non_expert_bytes, getattr(bank, "nbytes", 0), 0, buffers, geometry.kv_bytes_per_token * context)
+    draft = getattr(getattr(drafter, "bank", None), "nbytes", 0) + getattr(drafter, "weight_bytes", 0)
+    kv = (geometry.kv_bytes_per_token + getattr(drafter, "kv_bytes_per_token", 0)) * context
+    fixed = DeviceBytes(geometry.non_expert_bytes, draft, 0, buffers, kv)
     budget = None
     if memory is not None:
         budget = parse_bytes(memory)
