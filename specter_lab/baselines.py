@@ -19,6 +19,7 @@ from typing import Any
 from specter_lab.models import MoE
 from specter_lab.offload.eviction import LFU, LookaheadLRU
 from specter_lab.offload.misses import SplitByFinish
+from specter_lab.oracle import oracle
 from specter_lab.pieces import ExpertStore
 from specter_lab.pipeline import Pipeline
 from specter_lab.replay import ReplayTarget
@@ -198,10 +199,12 @@ SYSTEMS: dict[str, Callable[..., Pipeline]] = {
     f.__name__: f
     for f in (
         on_demand, next_layer_gate, activation_aware, fiddler, speculative_on_demand, specmoeoff_b1, sp_moe, moe_speq, specter, lookahead,
-        residual_lookahead, specter_plus,
+        residual_lookahead, specter_plus, oracle,
     )
 }  # fmt: skip
 DRAFTLESS = frozenset({"on_demand", "next_layer_gate", "activation_aware", "fiddler"})
+RIVALS = DRAFTLESS | {"speculative_on_demand", "specmoeoff_b1", "sp_moe", "moe_speq", "specter"}
+"""The systems of the literature: what isn't ours, and no bound."""
 
 
 def named(name: str) -> Callable[..., Pipeline]:

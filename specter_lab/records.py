@@ -97,7 +97,7 @@ class DraftToken:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A guess that the pass of ``step`` needs ``key`` for the token at ``position``, with its probability.
+    """A guess that the pass of ``step`` needs ``key`` for the token at ``position`` (-1: for any of it), with its probability.
 
     ``horizon`` counts tokens between the last committed position and ``position`` (0 = the token at hand).
 

@@ -143,7 +143,8 @@ def prediction_scores(trace: Trace, by: str = "layer") -> pd.DataFrame:
     """Recall, precision and on-time share by "layer" or by "horizon" (tokens ahead of the last committed one).
 
     By layer they are of experts of passes; by horizon of experts of single positions: a prediction for a position is
-    right when that very position was routed to the expert.
+    right when that very position was routed to the expert. One for a whole pass (position -1) has no horizon and is left
+    out there; where nothing else was predicted, scores by horizon are NaN.
 
     >>> import specter_lab as sl
     >>> moe = sl.load_moe("tiny-moe")
@@ -158,6 +159,7 @@ def prediction_scores(trace: Trace, by: str = "layer") -> pd.DataFrame:
     keys = _EXPERT
     if by == "horizon":
         keys = ["step", "position", "layer", "expert"]
+        predicted = predicted[predicted["position"] >= 0]
         routed = decoding[decoding["kind"] == "route"]
         begins = routed.groupby("step")["position"].transform("min")
         passes = needed[[*_EXPERT, "outcome"]]
@@ -168,7 +170,7 @@ def prediction_scores(trace: Trace, by: str = "layer") -> pd.DataFrame:
     moved = both[both["reason_then"] != "resident"]
     table = pd.DataFrame({"needed": needed.groupby(group).size(), "predicted": first.groupby(group).size()}).fillna(0).astype(int)
     right = both.groupby(group).size().reindex(table.index, fill_value=0)
-    table["recall"] = right / table["needed"].where(table["needed"] > 0)
+    table["recall"] = right / table["needed"].where((table["needed"] > 0) & bool(len(first)))
     table["precision"] = right / table["predicted"].where(table["predicted"] > 0)
     table["on_time"] = (moved["outcome"] == "hit").groupby(moved[group]).mean().reindex(table.index)
     return table.rename_axis(by)
