@@ -21,11 +21,12 @@ def moe():
 @pytest.mark.parametrize("name", sl.baselines.SYSTEMS)
 def test_a_plan_is_what_the_pipeline_takes(moe, name):
     options = {"library": LIBRARY} if name == "activation_aware" else {}
-    with sl.baselines.named(name)(moe, machine=sl.SimulatedMachine(), memory="13MB", context_length=CONTEXT, **options) as pipeline:
+    budget = 15_000_000 if name == "specmoeoff_b1" else 13_000_000  # its draft has all weights twice
+    with sl.baselines.named(name)(moe, machine=sl.SimulatedMachine(), memory=budget, context_length=CONTEXT, **options) as pipeline:
         taken, packed = pipeline.plan, pipeline.residency.rebuilds
     for target in (moe, "tiny-moe"):  # loaded, and from the headers of its files
-        plan = sl.plan_memory(target, name, "13MB", context_length=CONTEXT, dtype="float32")
-        assert plan.device.total <= 13_000_000
+        plan = sl.plan_memory(target, name, budget, context_length=CONTEXT, dtype="float32")
+        assert plan.device.total <= budget
         if packed:  # how well residuals pack is known when they are built
             assert max(abs(a - b) for a, b in zip(plan.slots, taken.slots, strict=True)) <= 1
         else:

@@ -25,7 +25,8 @@ class CopiedDrafter(SeparateDrafter):
     """The target with the low-bit experts of ``bank``, a copy of every other weight, and a KV cache of its own.
 
     What ``SelfDrafter`` shares is there twice here, and counts twice: non-expert weights and KV. Since its own experts
-    read the whole text, its proposals aren't quite those of ``SelfDrafter``. With a ``ReplayTarget`` it only counts.
+    read the whole text, the prompt too, in the first step, its proposals aren't quite those of ``SelfDrafter``. With a
+    ``ReplayTarget`` it only counts as memory: reading the prompt is not charged there.
 
     Source: the separate draft of SpecMoEOff (arXiv 2508.21706) in Specter's artifact.
 
