@@ -33,10 +33,10 @@ class ChunkedLookahead(NoPrediction):
     [2]
     """
 
-    def __init__(self, schedule: Schedule = "adaptive", first_draft_us: float = 1000.0) -> None:
-        if isinstance(schedule, str) and schedule not in SCHEDULES:
     reads_routing = True
 
+    def __init__(self, schedule: Schedule = "adaptive", first_draft_us: float = 1000.0) -> None:
+        if isinstance(schedule, str) and schedule not in SCHEDULES:
             raise ValueError(
                 f"A chunk schedule is one of {', '.join(SCHEDULES)} or a tuple of fractions; got {schedule!r}. Give one of these."
             )
