@@ -117,7 +117,7 @@ def test_a_criterion_that_reads_scores(moe: sl.MoE, bank: sl.ExpertBank) -> None
 
 @pytest.mark.parametrize("right", [0, 2, 4])
 def test_the_first_of_several_end_tokens_in_a_block_ends_it(moe: sl.MoE, right: int) -> None:
-    """Output, scores and stream stop there; drafts past it, right or wrong, are never seen."""
+    """Case 36. Output, scores and stream stop there; drafts past it, right or wrong, are never seen."""
     own = tuple(moe.own_generate(torch.tensor([PROMPT]), max_new_tokens=NEW, do_sample=False, eos_token_id=None)[0, 6:].tolist())
     drafter = Knowing(own, 6, right, 2048)
     with sl.Pipeline(moe, drafter=drafter, draft_length=4, slots=8, machine=sl.SimulatedMachine()) as pipeline:
@@ -145,6 +145,7 @@ class Collector(BaseStreamer):
 @pytest.mark.parametrize("length", [1, 3, 50])
 @pytest.mark.parametrize("new", [1, 2, 3])
 def test_never_a_token_too_many(moe: sl.MoE, new: int, length: int) -> None:
+    """Case 37: drafts longer than what is left, all right or all wrong."""
     own = tuple(moe.own_generate(torch.tensor([PROMPT]), max_new_tokens=NEW, do_sample=False, eos_token_id=None)[0, 6:].tolist())
     for right in (0, 50):
         drafter = Knowing(own, 6, right, 2048)

@@ -43,7 +43,8 @@ def row_of(model_type: str) -> Architecture:
 
 @pytest.mark.parametrize("model_type", TAKEN)
 def test_the_whole_loop_gives_the_models_own_tokens(model_type: str) -> None:
-    """Two slots a layer, forgotten ones poisoned; a quantized self-draft with lookahead, always wrong and right drafts, the gate.
+    """Cases 1, 16, 45 and 48. Two slots a layer, forgotten ones poisoned; a quantized self-draft with lookahead, always wrong
+    and always right drafts, the gate.
 
     Each assembly proves that it was at work: experts crossed the link, some ahead of their use; the draft is in few bits.
     """

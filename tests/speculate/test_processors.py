@@ -171,6 +171,7 @@ def sample(options: dict[str, Any], drafter: Any, table: Tensor = TABLE) -> None
 @pytest.mark.parametrize("acceptance", ["high", "low"])
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_tokens_are_distributed_as_the_targets(processor: str, acceptance: str) -> None:
+    """Cases 32 and 34: drafts that are always and hardly ever accepted, the same processors on both sides."""
     drafter = Drafter(acceptance == "low")
     sample(PROCESSORS[processor], drafter)
     rate = drafter.accepted / drafter.proposed
@@ -198,6 +199,7 @@ DRAFTERS: dict[str, tuple[Any, Tensor, tuple[float, float]]] = {  # the drafter,
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_each_drafter_leaves_the_distribution_alone(kind: str) -> None:
+    """Case 32, for the drafters of the package."""
     drafter, table, (least, most) = DRAFTERS[kind]
     counted = Counted(drafter)
     sample({"temperature": 1.2, "top_k": 0, "top_p": 0.97, "repetition_penalty": 1.1}, counted, table)

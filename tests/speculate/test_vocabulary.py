@@ -39,6 +39,7 @@ def ids(target, draft, sizes=(4, 4)):
     ],
 )
 def test_equal_tokens_are_matched(target, draft, sizes, expected):
+    """Case 40: also where one vocabulary is padded further than the other."""
     assert ids(target, draft, sizes) == expected
 
 
