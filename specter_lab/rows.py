@@ -13,7 +13,7 @@ from specter_lab.observe.metrics import acceptance_by_position, prediction_score
 from specter_lab.observe.trace import Trace
 
 SPEED = ("tokens_per_step", "acceptance_rate")
-EXPERTS = ("hit_rate", "late_rate", "miss_rate", "host_rate", "recall", "precision", "on_time")
+EXPERTS = ("hit_rate", "late_rate", "miss_rate", "host_rate", "recall", "recall_accepted", "precision", "on_time")
 LINK = (
     "moved_mb_per_token", "wasted_mb_per_token", "exposed_ms_per_token", "transfer_ms_per_token", "overlap", "link_utilisation",
     "draft_ms_per_token", "target_ms_per_token",

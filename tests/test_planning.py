@@ -76,5 +76,5 @@ def test_who_does_not_fit_and_by_how_much():
         sl.plan_memory("ds_low", "spectre")
     with pytest.raises(ValueError, match="either slots or memory"):
         sl.plan_memory("tiny-moe", "on_demand", "13MB", slots=3)
-    with pytest.raises(ValueError, match="'ds_hihg'. Did you mean ds_high"):
+    with pytest.raises(ValueError, match=r"'ds_hihg'\. Did you mean ds_high"):
         sl.plan_memory("ds_hihg", "specter", "24GB")

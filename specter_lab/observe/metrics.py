@@ -52,7 +52,8 @@ def _ratio(part: float, whole: float) -> float | None:
 def summarize(trace: Trace) -> dict[str, Any]:
     """The figures of one request; what doesn't apply (or can't be told from one token) is None.
 
-    Recall and precision are of experts of passes: (step, layer, expert). ``on_time`` is, of the rightly predicted
+    Recall and precision are of experts of passes: (step, layer, expert); ``recall_accepted`` of those that a row needed which
+    was committed, leaving out what only rejected drafts needed. ``on_time`` is, of the rightly predicted
     experts that weren't resident when first predicted, the share that was resident when its layer asked.
 
     >>> import specter_lab as sl
@@ -127,13 +128,15 @@ _EXPERT = ["step", "layer", "expert"]
 def _prediction_totals(decoding: pd.DataFrame) -> dict[str, float | None]:
     predicted = decoding[decoding["kind"] == "predict"]
     if predicted.empty:
-        return {"recall": None, "precision": None, "on_time": None}
+        return dict.fromkeys(("recall", "recall_accepted", "precision", "on_time"))
     needed = decoding[decoding["kind"] == "need"]
     first = predicted.drop_duplicates(_EXPERT)
     both = first.merge(needed, on=_EXPERT, suffixes=("", "_need"))
     moved = both[both["reason"] != "resident"]
+    kept = decoding[(decoding["kind"] == "route") & (decoding["outcome"] == "accepted")].drop_duplicates(_EXPERT)
     return {
         "recall": _ratio(len(both), len(needed)),
+        "recall_accepted": _ratio(len(kept.merge(first, on=_EXPERT)), len(kept)),
         "precision": _ratio(len(both), len(first)),
         "on_time": _ratio((moved["outcome_need"] == "hit").sum(), len(moved)),
     }
