@@ -2,24 +2,24 @@
 
 | column | meaning |
 | --- | --- |
-| `lane` | `target`, `draft` (compute), `link`, `control` (instants, no duration) |
+| `lane` | `target`, `draft`, `host` (compute), `link`, `disk` (a mapped store), `control` (instants, no duration) |
 | `kind` | see below |
 | `start_us`, `end_us` | microseconds since the request began; equal for instants |
 | `step` | 0 is the prefill, then one draft + verify round each; -1 where it has none |
 | `position` | place in the sequence of the token it was for, -1 where it has none |
 | `layer`, `expert` | MoE layer and expert, -1 where they have none |
 | `tokens` | rows computed (compute), rows that use the expert (`need`), horizon (`predict`), tokens committed (`commit`) |
-| `bytes` | bytes moved (`transfer`) or given up (`evict`), else 0 |
+| `bytes` | bytes moved (`transfer`), read (`read`) or given up (`evict`), else 0 |
 | `request_id` | ties `predict`, `transfer`, `stall`, `need`, `expert` of one copy together; -1 = no copy involved |
-| `reason` | `transfer`, `evict`: `demand`, `prefetch` · `predict`: its state then (`absent`, `loading`, `resident`) · `cancel`: why |
+| `reason` | `transfer`, `read`, `evict`: `demand`, `prefetch` · `predict`: `absent`, `loading`, `resident` then · `cancel`: why |
 | `outcome` | `need`: `hit`, `late`, `miss` · `transfer`: `used`, `wasted` · `predict`: `correct`, `wrong` · `commit`: `first` or `step` |
 | `value` | probability (`predict`), accepted drafts (`commit`), drafted tokens (`draft_length`) |
 
-Kinds. Compute: `attention` (a decoder layer up to its experts: attention, norms, router), `expert`, `head` (last norm,
-vocabulary, choice), `rebuild` (a full-precision expert out of code and residual), `plan` (the pipeline's own work).
-Waiting: `stall`. Link: `transfer`. Instants: `predict`, `need` (one for each expert of a layer call), `route` (one for
-each expert of each position, from step 1 on; `rejected` where the position wasn't committed, else `accepted`), `evict`,
-`cancel`, `draft_length`, `commit`.
+Kinds. Compute: `attention` (a decoder layer up to its experts: attention, norms, router), `expert`, `head` (last
+norm, vocabulary, choice), `rebuild` (a full-precision expert out of code and residual), `plan` (the pipeline's own
+work). Waiting: `stall`. Link: `transfer`. Disk: `read`, before the transfer of the same request. Instants: `predict`,
+`need` (one for each expert of a layer call), `route` (one for each expert of each position, from step 1 on;
+`rejected` where the position wasn't committed, else `accepted`), `evict`, `cancel`, `draft_length`, `commit`.
 """
 
 from __future__ import annotations
