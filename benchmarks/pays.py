@@ -25,7 +25,7 @@ def main() -> None:
     with moe:
         bank = moe.quantize("qint4")
         for fraction in FRACTIONS:
-            memory = sl.plan_memory(moe, bank=bank, slots=round(24 * fraction), context_length=CONTEXT).device.total
+            memory = sl.plan_memory(moe, "lookahead", slots=round(24 * fraction), context_length=CONTEXT, bank=bank).device.total
             for link in LINKS:
                 drafting = {"bank": bank, "draft_length": LENGTH}
                 done = sl.compare(

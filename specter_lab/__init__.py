@@ -22,7 +22,7 @@ from specter_lab.loading.prepare import prepare_moe
 from specter_lab.machines.cuda import CudaMachine
 from specter_lab.machines.simulated import CostTable, LaneCosts, SimulatedMachine
 from specter_lab.machines.throttled import ThrottledMachine
-from specter_lab.memory import MemoryPlan, plan_memory
+from specter_lab.memory import BudgetError, MemoryPlan
 from specter_lab.models import MoE
 from specter_lab.observe.analysis import critical_path, mispredictions
 from specter_lab.observe.export import save_chrome_trace, to_chrome_trace
@@ -32,6 +32,7 @@ from specter_lab.offload.eviction import LFU, LRU, ClairvoyantEviction, Lookahea
 from specter_lab.offload.misses import AlwaysHost, SplitByFinish
 from specter_lab.opening import load_moe
 from specter_lab.pipeline import Pipeline
+from specter_lab.planning import plan_memory
 from specter_lab.plots.html import save_html
 from specter_lab.plots.style import describe_colours
 from specter_lab.plots.timeline import plot_timeline
@@ -56,9 +57,11 @@ from specter_lab.routing.log import RoutingLog
 from specter_lab.routing.predictors import CutoffLookahead, DraftLookahead, NextLayerGate, NoPrediction, Oracle
 from specter_lab.routing.recorder import RouterRecorder
 from specter_lab.routing.synthetic import SyntheticRouting
+from specter_lab.speculate.copied import CopiedDrafter
 from specter_lab.speculate.draft_length import FixedLength, HeuristicLength
 from specter_lab.speculate.drafters import PromptLookupDrafter, SelfDrafter
 from specter_lab.speculate.governor import Governor
+from specter_lab.speculate.separate import SeparateDrafter
 from specter_lab.speculate.verification import verify_greedy, verify_sampled
 
 try:
@@ -72,10 +75,12 @@ __all__ = [
     "ActivationAware",
     "AlwaysHost",
     "Architecture",
+    "BudgetError",
     "ChunkedLookahead",
     "ClairvoyantEviction",
     "Comparison",
     "Conditions",
+    "CopiedDrafter",
     "CostTable",
     "CudaMachine",
     "CutoffLookahead",
@@ -112,6 +117,7 @@ __all__ = [
     "Routing",
     "RoutingLog",
     "SelfDrafter",
+    "SeparateDrafter",
     "ShapeStore",
     "SimulatedMachine",
     "SplitByFinish",

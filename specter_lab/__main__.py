@@ -92,7 +92,7 @@ def _compare(options: argparse.Namespace) -> int:
     from specter_lab.hardware import hardware
 
     systems = list(SYSTEMS) if options.systems == "all" else options.systems.split(",")
-    sizes = {"prompts": options.prompts, "max_new_tokens": options.max_new_tokens, "progress": True}
+    sizes = {"prompts": options.prompts, "max_new_tokens": options.max_new_tokens, "progress": True, "skip_unfit": options.systems == "all"}
     if options.case == "tiny":
         done = [compare_tiny(systems, machine=options.machine, link_gb_s=options.link_gb_s, memory=options.memory, **sizes)]
     elif options.machine == "throttled":

@@ -19,12 +19,14 @@ from typing import Any
 from specter_lab.models import MoE
 from specter_lab.offload.eviction import LFU, LookaheadLRU
 from specter_lab.offload.misses import SplitByFinish
+from specter_lab.oracle import oracle
 from specter_lab.pieces import ExpertStore
 from specter_lab.pipeline import Pipeline
 from specter_lab.replay import ReplayTarget
 from specter_lab.routing.activation import ActivationAware, RecordedRequest
 from specter_lab.routing.chunked import ChunkedLookahead, Schedule
 from specter_lab.routing.predictors import CutoffLookahead, DraftLookahead, NextLayerGate
+from specter_lab.speculate.copied import CopiedDrafter
 from specter_lab.speculate.drafters import SelfDrafter
 from specter_lab.speculate.governor import Governor
 
@@ -113,18 +115,24 @@ def lookahead(target: Target, *, bank: ExpertStore | None = None, **options: Any
     return _build(target, options, drafter=_self_draft(target, bank), predictor=DraftLookahead())
 
 
-def specmoeoff_b1(target: Target, *, bank: ExpertStore | None = None, draft_length: int = 3, **options: Any) -> Pipeline:
+def specmoeoff_b1(
+    target: Target, *, bank: ExpertStore | None = None, draft_length: int = 3, separate: bool = True, **options: Any
+) -> Pipeline:
     """A self-draft of 3 tokens; the top M of each layer by count are planned at 0.2 and 0.6 of the draft; no barrier.
 
-    Source: the batch-1 adaptation of SpecMoEOff (arXiv 2508.21706) in Specter's artifact. Differs: draft and target
-    share non-expert weights and KV here; the artifact gives its copy separate ones (more memory, the same tokens).
+    Its draft has non-expert weights and KV of its own, so the same device memory holds fewer slots; ``separate=False``
+    shares the target's.
+
+    Source: the batch-1 adaptation of SpecMoEOff (arXiv 2508.21706) in Specter's artifact. Differs: every non-expert weight
+    is copied, in the target's dtype; what of the embeddings the artifact's copy shares is unknown to us.
 
     >>> import specter_lab as sl
-    >>> with sl.baselines.specmoeoff_b1(sl.load_moe("tiny-moe")) as pipeline: pipeline.draft_length
-    FixedLength(3)
+    >>> with sl.baselines.specmoeoff_b1(sl.load_moe("tiny-moe")) as pipeline: pipeline.drafter.name
+    'copied self-draft (qint4 group 128)'
     """
-    predictor = ChunkedLookahead((0.2, 0.6))
-    return _build(target, options, drafter=_self_draft(target, bank), predictor=predictor, draft_length=draft_length)
+    bank = bank or target.quantize("qint4")
+    drafter = CopiedDrafter(target, bank) if separate else SelfDrafter(bank)
+    return _build(target, options, drafter=drafter, predictor=ChunkedLookahead((0.2, 0.6)), draft_length=draft_length)
 
 
 def sp_moe(target: Target, *, bank: ExpertStore | None = None, **options: Any) -> Pipeline:
@@ -198,10 +206,12 @@ SYSTEMS: dict[str, Callable[..., Pipeline]] = {
     f.__name__: f
     for f in (
         on_demand, next_layer_gate, activation_aware, fiddler, speculative_on_demand, specmoeoff_b1, sp_moe, moe_speq, specter, lookahead,
-        residual_lookahead, specter_plus,
+        residual_lookahead, specter_plus, oracle,
     )
 }  # fmt: skip
 DRAFTLESS = frozenset({"on_demand", "next_layer_gate", "activation_aware", "fiddler"})
+RIVALS = DRAFTLESS | {"speculative_on_demand", "specmoeoff_b1", "sp_moe", "moe_speq", "specter"}
+"""The systems of the literature: what isn't ours, and no bound."""
 
 
 def named(name: str) -> Callable[..., Pipeline]:

@@ -9,20 +9,17 @@ from typing import Any
 import torch
 
 from specter_lab.baselines import DRAFTLESS, SYSTEMS
-from specter_lab.bounds import schedule_bound
 from specter_lab.bundled import load_prompts
-from specter_lab.comparison import LEAST_PROMPTS, Comparison, compare
+from specter_lab.comparison import Comparison, compare
 from specter_lab.demo import machine_named, one_thread, own_tokens
-from specter_lab.generation import Generation
 from specter_lab.hardware import Case, case_named, costs_for, hardware
 from specter_lab.machines.simulated import SimulatedMachine
 from specter_lab.opening import load_moe
-from specter_lab.replay import ReplayTarget
+from specter_lab.planning import stand_in
 from specter_lab.routing.recorder import RouterRecorder
 from specter_lab.routing.synthetic import SyntheticRouting, SyntheticText
 
 OWN_LENGTH = frozenset({"specmoeoff_b1", "moe_speq"})
-OURS = frozenset({"lookahead", "residual_lookahead", "specter_plus"})
 
 
 def case_texts(case: Case, count: int, tokens: int, *, seed: int = 0) -> list[SyntheticText]:
@@ -55,20 +52,20 @@ def run_case(
     max_new_tokens: int = 128,
     seed: int = 0,
     latency_us: float = 10.0,
+    skip_unfit: bool = False,
     progress: bool = False,
 ) -> Comparison:
     """Compare systems on one case at the device memory of Specter's own setting there, on the simulated machine.
 
     The link is the case's, compute costs come from ``costs_for``, the host reads weights as fast as the A800 host of
     ``hardware().hosts``; rebuilding a residual is charged as ``rebuild_us`` derives it. Drafts have the case's length, but
-    for systems that bring their own. ``activation_aware`` learns from texts of another seed. ``speedup`` is against the
-    fastest system that isn't one of ``OURS``.
+    for systems that bring their own. ``activation_aware`` learns from texts of another seed. ``skip_unfit``: as in ``compare``.
 
     >>> run_case("ds_low", ["on_demand", "specter"], prompts=1, max_new_tokens=4).rows[1]["case"]
     'ds_low'
     """
     case = case_named(case) if isinstance(case, str) else case
-    target = ReplayTarget(case.model.geometry, case.model.name)
+    target = stand_in(case)
     texts = case_texts(case, prompts, prompt_tokens + max_new_tokens + 1, seed=seed)
     host = next(iter(hardware().hosts.values()))
     costs = costs_for(case.model, case.gpu)
@@ -82,19 +79,27 @@ def run_case(
         options["activation_aware"] = {"library": [text.log() for text in case_texts(case, 4, 128, seed=seed + 1)]}
     done = compare(
         systems, texts, target=target, machine=machine, memory=case.device_bytes + context * target.geometry.kv_bytes_per_token,
-        context_length=context, rivals=set(systems) - OURS or None, confidence=0.95 if prompts >= LEAST_PROMPTS else None,
-        progress=progress, prompt_tokens=prompt_tokens, max_new_tokens=max_new_tokens, system_options=options,
+        context_length=context, skip_unfit=skip_unfit, progress=progress, prompt_tokens=prompt_tokens,
+        max_new_tokens=max_new_tokens, system_options=options,
     )  # fmt: skip
     for row in done.rows:
         row["case"] = case.name
-        row["share_of_schedule_bound"] = _share(done.generations[row["system"]], target, machine)
     return done
 
 
 def compare_tiny(
-    systems: Sequence[str], *, machine: str, link_gb_s: float, memory: str, prompts: int, max_new_tokens: int, progress: bool = False
+    systems: Sequence[str],
+    *,
+    machine: str,
+    link_gb_s: float,
+    memory: str,
+    prompts: int,
+    max_new_tokens: int,
+    skip_unfit: bool = False,
+    progress: bool = False,
 ) -> Comparison:
-    """Compare systems on the bundled model in fp32, against its own tokens; prompts of all kinds in turn.
+    """Compare systems on the bundled model in fp32, against its own tokens; prompts of all kinds in turn. ``skip_unfit``: as in
+    ``compare``.
 
     >>> compare_tiny(["on_demand"], machine="simulated", link_gb_s=0.05, memory="13MB", prompts=1, max_new_tokens=2).rows[0]["case"]
     'tiny'
@@ -121,29 +126,9 @@ def compare_tiny(
                 options[name] = {"bank": bank, "residual": residuals}
         done = compare(
             systems, turns[:prompts], target=moe, machine=machine_named(machine, link_gb_s), memory=memory, context_length=256,
-            references=references, rivals=set(systems) - OURS or None, confidence=0.95 if prompts >= LEAST_PROMPTS else None,
-            progress=progress, system_options=options, max_new_tokens=max_new_tokens, do_sample=False,
+            references=references, progress=progress, skip_unfit=skip_unfit, system_options=options,
+            max_new_tokens=max_new_tokens, do_sample=False,
         )  # fmt: skip
     for row in done.rows:
         row["case"] = "tiny"
     return done
-
-
-def _share(runs: Sequence[Generation], target: ReplayTarget, machine: SimulatedMachine) -> float:
-    """Mean share of the schedule bound of each run's own windows; hosted misses are bounded with both lanes."""
-    shares = []
-    for run in runs:
-        hosted = bool((run.trace.of_kind("need")["reason"] == "host").any())
-        moved = run.trace.of_kind("transfer")["bytes"]
-        size = int(moved.iloc[0]) if len(moved) else target.store.blob_bytes(0)
-        lanes: dict[str, Any] = {"host_gb_s": machine.host_gb_s, "host_bytes": target.store.blob_bytes(0)} if hosted else {}
-        bound = schedule_bound(
-            run.trace,
-            slots=list(run.conditions["slots"]),
-            blob_bytes=size,
-            link_gb_s=machine.link_gb_s,
-            latency_us=machine.latency_us,
-            **lanes,
-        )  # fmt: skip
-        shares.append(bound.share)
-    return sum(shares) / len(shares)

@@ -4,35 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
-from scipy.stats import bootstrap
 from tqdm.auto import tqdm
 
-from specter_lab.baselines import DRAFTLESS, named
+from specter_lab.baselines import RIVALS, named
 from specter_lab.generation import Generation
-from specter_lab.observe.metrics import acceptance_by_position, prediction_scores
+from specter_lab.headroom import Lanes, shares_of_bounds
+from specter_lab.intervals import LEAST_PROMPTS, Interval, Resampled
+from specter_lab.memory import BudgetError
 from specter_lab.pieces import Machine
 from specter_lab.pipeline import Pipeline
 from specter_lab.records import Conditions
 from specter_lab.replay import ReplayTarget
-
-MEANS = (
-    "tokens_per_step", "acceptance_rate", "hit_rate", "late_rate", "miss_rate", "host_rate", "recall", "precision", "on_time",
-    "moved_mb_per_token", "wasted_mb_per_token", "exposed_ms_per_token", "transfer_ms_per_token", "overlap", "link_utilisation",
-    "draft_ms_per_token", "target_ms_per_token",
-)  # fmt: skip
-LEAST_PROMPTS = 3
+from specter_lab.rows import looks_ahead, row_of
 
 
 @dataclass(frozen=True)
 class Comparison:
     """Rows of figures, one a system, over the same prompts, with the runs they come from.
+
+    ``unfit``: systems that were left out since the budget doesn't hold them, and the bytes that they lack.
 
     >>> import specter_lab as sl
     >>> sl.compare(["on_demand"], ["Once"], target="tiny-moe", machine=sl.SimulatedMachine(), max_new_tokens=3)
@@ -44,6 +40,7 @@ class Comparison:
     rows: tuple[dict[str, Any], ...]
     conditions: Conditions
     generations: Mapping[str, Sequence[Generation]]
+    unfit: Mapping[str, int] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """What the command line prints as JSON."""
@@ -52,16 +49,23 @@ class Comparison:
             "identical_tokens": self.identical_tokens,
             "conditions": dict(self.conditions.values),
             "rows": [dict(row) for row in self.rows],
+            "bytes_short": dict(self.unfit),
         }
 
     @cached_property
     def table(self) -> pd.DataFrame:
-        """The rows, flat, indexed by system."""
-        return pd.json_normalize([dict(row) for row in self.rows]).set_index("system")
+        """The rows, flat, indexed by system; the speed-ups against each system are in ``speedups``."""
+        return pd.json_normalize([{k: v for k, v in row.items() if k != "speedups"} for row in self.rows]).set_index("system")
 
-    def speedup(self, system: str, baseline: str, confidence: float = 0.95) -> tuple[float, float, float]:
-        """Mean TPOT of ``baseline`` over that of ``system``, with the bounds of its interval over prompts (paired bootstrap)."""
-        return _speedup(_tpots(self.generations[baseline]), _tpots(self.generations[system]), confidence)
+    @cached_property
+    def speedups(self) -> pd.DataFrame:
+        """[system x baseline] mean TPOT of the baseline / that of the system: above 1 the system is faster."""
+        ratios = {row["system"]: {name: cell["mean"] for name, cell in row["speedups"].items()} for row in self.rows}
+        return pd.DataFrame(ratios, dtype=float).T.rename_axis(index="system", columns="baseline")
+
+    def speedup(self, system: str, baseline: str, confidence: float = 0.95) -> Interval:
+        """Mean TPOT of ``baseline`` over that of ``system``, with the bounds of its interval over prompts."""
+        return Resampled({name: _tpots(self.generations[name]) for name in (system, baseline)}, confidence).ratio(baseline, system)
 
     def __repr__(self) -> str:
         return f"Comparison({self.machine}, {', '.join(row['system'] for row in self.rows)})"
@@ -72,7 +76,7 @@ class Comparison:
 
 
 def compare(
-    systems: Sequence[str] | Mapping[str, Pipeline],
+    systems: Sequence[str | Pipeline] | Mapping[str, Pipeline],
     prompts: Sequence[Any],
     *,
     target: Any = None,
@@ -85,15 +89,24 @@ def compare(
     prompt_tokens: int | None = None,
     system_options: Mapping[str, Mapping[str, Any]] | None = None,
     context_length: int | None = None,
+    skip_unfit: bool = False,
     **options: Any,
 ) -> Comparison:
     """Run every prompt through every system, in turn (A B C, A B C, ...), each from empty slots.
 
     ``systems``: names of ``baselines`` (then ``target``, ``machine`` and ``memory`` say what they are built with, and
-    ``system_options`` what one of them needs besides), or pipelines by name. ``references``: for each prompt the new
-    token ids that every system must give (the first system's, if not given). ``rivals``: whose fastest ``speedup`` is
-    measured against (all, if not given). ``confidence``: of the intervals over prompts, for instance 0.95.
-    ``options`` go to ``generate``. For a ``ReplayTarget`` prompts are texts, with ``prompt_tokens`` and ``max_new_tokens``.
+    ``system_options`` what one of them needs besides), pipelines, or pipelines by name. ``references``: for each prompt
+    the new token ids that every system must give (the first system's, if not given). ``confidence``: of the intervals
+    over prompts; by default 0.95, or none below three prompts. ``options`` go to ``generate``. For a ``ReplayTarget``
+    prompts are texts, with ``prompt_tokens`` and ``max_new_tokens``.
+
+    Each row is what ``row_of`` gives, its shares of the bounds (``shares_of_bounds``), and its speed-ups, ratios of mean TPOT with
+    intervals: ``speedup`` over the fastest system that doesn't look ahead (``looks_ahead``), ``speedup_vs_fastest_rival`` over the
+    fastest of ``rivals`` (by default ``baselines.RIVALS``, or all if none of those takes part) with its interval in ``ci95``,
+    and ``speedups`` over each.
+
+    Raises ``ValueError`` for unequal memory, and ``BudgetError`` with the bytes that each system lacks; ``skip_unfit`` leaves
+    those systems out, as long as one fits.
 
     >>> import specter_lab as sl
     >>> sl.compare(["on_demand"], ["Once"], target="tiny-moe", machine=sl.SimulatedMachine(), max_new_tokens=3).identical_tokens
@@ -101,13 +114,12 @@ def compare(
     """
     if not systems or not prompts:
         raise ValueError(f"A comparison needs systems and prompts; got {len(systems)} and {len(prompts)}. Give at least one of each.")
-    if confidence is not None and len(prompts) < LEAST_PROMPTS:
-        raise ValueError(f"An interval over prompts needs at least {LEAST_PROMPTS}; got {len(prompts)}. Give more, or confidence=None.")
+    if confidence is None and len(prompts) >= LEAST_PROMPTS:
+        confidence = 0.95
+    Resampled({"prompts": [0.0] * len(prompts)}, confidence)  # refuses an interval over too few before anything runs
+    shared = {"target": target, "machine": machine, "memory": memory, "context_length": context_length}
     with ExitStack() as stack:
-        pipelines = systems if isinstance(systems, Mapping) else {}
-        if not isinstance(systems, Mapping):
-            shared = {"machine": machine, "memory": memory, "context_length": context_length}
-            pipelines = {n: stack.enter_context(named(n)(target, **shared, **(system_options or {}).get(n, {}))) for n in systems}
+        pipelines, unfit = _assemble(systems, shared, system_options or {}, stack, skip_unfit)
         _refuse_unequal(pipelines)
         runs: dict[str, list[Generation]] = {name: [] for name in pipelines}
         with tqdm(total=len(prompts) * len(pipelines), disable=not progress, unit="run") as bar:
@@ -121,11 +133,43 @@ def compare(
                         runs[name].append(pipeline.generate(prompt, **options))
                     bar.update()
         label = next(iter(pipelines.values())).machine.label
+        lanes = {name: Lanes.of(pipeline) for name, pipeline in pipelines.items()}
     expected = [tuple(r) for r in references] if references is not None else [g.new_ids for g in next(iter(runs.values()))]
     identical = all(g.new_ids == e for done in runs.values() for g, e in zip(done, expected, strict=True))
-    rows = [_row(name, done) for name, done in runs.items()]
-    _add_speedups(rows, runs, rivals, confidence)
-    return Comparison(label, identical, tuple(rows), _conditions(runs), runs)
+    shares, speeds = shares_of_bounds(runs, lanes), _speedups(runs, rivals, confidence)
+    rows = tuple({**row_of(name, done), **shares[name], **speeds[name]} for name, done in runs.items())
+    return Comparison(label, identical, rows, _conditions(runs), runs, unfit)
+
+
+def _assemble(
+    systems: Sequence[str | Pipeline] | Mapping[str, Pipeline],
+    shared: Mapping[str, Any],
+    own: Mapping[str, Mapping[str, Any]],
+    stack: ExitStack,
+    skip_unfit: bool,
+) -> tuple[Mapping[str, Pipeline], dict[str, int]]:
+    """Pipelines by name, those that are built here closed with ``stack``, and the bytes that others lack."""
+    if isinstance(systems, Mapping):
+        return systems, {}
+    pipelines: dict[str, Pipeline] = {}
+    unfit: dict[str, BudgetError] = {}
+    for number, system in enumerate(systems, start=1):
+        if isinstance(system, Pipeline):
+            pipelines[f"pipeline {number}"] = system
+            continue
+        try:
+            pipelines[system] = stack.enter_context(named(system)(**{**shared, **own.get(system, {})}))
+        except BudgetError as error:
+            unfit[system] = error
+    if unfit and not (skip_unfit and pipelines):
+        budget = next(iter(unfit.values())).budget
+        raise BudgetError(
+            f"All systems get the same {budget:,} bytes; "
+            + "; ".join(f"{name} lacks {error.short:,} ({error})" for name, error in unfit.items()),
+            smallest=max(error.smallest for error in unfit.values()),
+            budget=budget,
+        )
+    return pipelines, {name: error.short for name, error in unfit.items()}
 
 
 def _refuse_unequal(pipelines: Mapping[str, Pipeline]) -> None:
@@ -138,65 +182,41 @@ def _refuse_unequal(pipelines: Mapping[str, Pipeline]) -> None:
         )
 
 
-def _tpots(runs: Sequence[Generation]) -> np.ndarray:
-    return np.array([run.metrics["tpot_ms"] for run in runs], dtype=float)
+def _tpots(runs: Sequence[Generation]) -> list[float]:
+    return [run.metrics["tpot_ms"] for run in runs]
 
 
-def _speedup(baseline: np.ndarray, system: np.ndarray, confidence: float) -> tuple[float, float, float]:
-    def ratio(a: np.ndarray, b: np.ndarray, axis: int = -1) -> np.ndarray:
-        return a.mean(axis=axis) / b.mean(axis=axis)
+def _speedups(
+    runs: Mapping[str, Sequence[Generation]], rivals: Collection[str] | None, confidence: float | None
+) -> dict[str, dict[str, Any]]:
+    """The speed-ups of each system, None where a run has no second token."""
+    timed = all(tpot is not None for done in runs.values() for tpot in _tpots(done))
+    tpots = {name: _tpots(done) if timed else [0.0] * len(done) for name, done in runs.items()}
+    drawn = Resampled(tpots, confidence)
+    blind = [name for name, done in runs.items() if not any(looks_ahead(run.trace) for run in done)]
+    wanted = RIVALS if rivals is None else rivals
+    contenders = [name for name in runs if name in wanted] or (list(runs) if rivals is None else [])
 
-    value = float(ratio(baseline, system))
-    if np.array_equal(baseline, system):
-        return value, value, value
-    rng = np.random.default_rng(0)
-    interval = bootstrap(
-        (baseline, system), ratio, paired=True, vectorized=True, n_resamples=2000, confidence_level=confidence, method="percentile", rng=rng
-    ).confidence_interval
-    return value, float(interval.low), float(interval.high)
+    def fastest(names: Sequence[str]) -> str | None:
+        return min(names, key=lambda name: drawn.mean(name).value) if timed and names else None
 
+    def over(name: str | None, system: str) -> Interval | None:
+        return drawn.ratio(name, system) if timed and name is not None else None
 
-def _add_speedups(
-    rows: list[dict[str, Any]], runs: Mapping[str, Sequence[Generation]], rivals: Collection[str] | None, confidence: float | None
-) -> None:
-    timed = {row["system"]: row["tpot_ms"]["mean"] for row in rows if row["tpot_ms"]["mean"] is not None}
-    contenders = {name: tpot for name, tpot in timed.items() if rivals is None or name in rivals}
-    fastest = min(contenders, key=lambda name: contenders[name]) if contenders else None
-    for row in rows:
-        row["fastest_rival"] = fastest
-        row["speedup"] = row["speedup_vs_fastest_rival"] = (
-            timed[fastest] / timed[row["system"]] if fastest and row["system"] in timed else None
-        )
-        row["ci95"] = None
-        if fastest and confidence is not None and row["system"] in timed:
-            row["ci95"] = list(_speedup(_tpots(runs[fastest]), _tpots(runs[row["system"]]), confidence)[1:])
-
-
-def _row(name: str, runs: Sequence[Generation]) -> dict[str, Any]:
-    figures = pd.DataFrame([run.metrics for run in runs]).astype(float)
-    tpot = figures["tpot_ms"].dropna()
-
-    def mean(column: str) -> float | None:
-        value = figures[column].mean()
-        return None if np.isnan(value) else float(value)
-
-    times = figures[["draft_ms_per_token", "target_ms_per_token", "exposed_ms_per_token"]].mean()
-    total = times.sum()
-    horizons = pd.concat([prediction_scores(run.trace, by="horizon") for run in runs]).groupby(level=0).mean()
-    return {
-        "system": name,
-        "ttft_ms": float(figures["ttft_ms"].median()),
-        "tpot_ms": {"mean": float(tpot.mean()), "median": float(tpot.median()), "p95": float(tpot.quantile(0.95))}
-        if len(tpot)
-        else dict.fromkeys(("mean", "median", "p95")),
-        **{column: mean(column) for column in MEANS},
-        "draft_share": float(times.iloc[0] / total) if total else None,
-        "verify_share": float(times.iloc[1] / total) if total else None,
-        "stall_share": float(times.iloc[2] / total) if total else None,
-        "acceptance_by_position": acceptance_by_position([run.trace for run in runs]),
-        "recall_by_horizon": [] if name in DRAFTLESS else [None if np.isnan(v) else float(v) for v in horizons["recall"]],
-        "device_bytes": runs[0].device.as_dict(),
-    }
+    rows = {}
+    for system in runs:
+        plain, rival = over(fastest(blind), system), over(fastest(contenders), system)
+        each = {name: over(name, system) for name in runs}
+        rows[system] = {
+            "tpot_ms_ci95": drawn.mean(system).bounds if timed else None,
+            "speedup": plain and plain.value,
+            "speedup_ci95": plain and plain.bounds,
+            "fastest_rival": fastest(contenders),
+            "speedup_vs_fastest_rival": rival and rival.value,
+            "ci95": rival and rival.bounds,
+            "speedups": {name: {"mean": cell and cell.value, "ci95": cell and cell.bounds} for name, cell in each.items()},
+        }
+    return rows
 
 
 def _conditions(runs: Mapping[str, Sequence[Generation]]) -> Conditions:

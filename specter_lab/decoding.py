@@ -101,6 +101,10 @@ class Decoding:
         """DraftContext: the request's own choice after the drafted ``prefix``."""
         return self.chooser.choose(self.ids, prefix, logits)
 
+    def spent(self, kind: str, *, layer: int = -1, tokens: int = 1, experts: int = 1) -> None:
+        """DraftContext: a segment of the draft's lane."""
+        self.machine.compute("draft", kind, step=self.step, layer=layer, tokens=tokens, experts=experts)
+
     def _target_pass(self, tokens: Tensor, rows: int, server: OffloadServer) -> Tensor:
         """(1, n) tokens through the target with offloaded experts -> (rows, vocabulary) logits of the last rows."""
         with self.seam.serving(server):

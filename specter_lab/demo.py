@@ -11,7 +11,7 @@ import torch
 
 from specter_lab.baselines import DRAFTLESS
 from specter_lab.bundled import load_prompts
-from specter_lab.comparison import LEAST_PROMPTS, Comparison, compare
+from specter_lab.comparison import Comparison, compare
 from specter_lab.machines.simulated import SimulatedMachine
 from specter_lab.machines.throttled import ThrottledMachine
 from specter_lab.models import MoE
@@ -100,8 +100,8 @@ def run_demo(
         drafting = {"bank": moe.quantize("qint4"), "draft_length": draft_length}
         comparison = compare(
             SHOWN, prompts, target=moe, machine=machine_named(machine, link_gb_s), memory=memory, context_length=256, references=references,
-            rivals=set(SHOWN) - {"lookahead"}, confidence=0.95 if len(prompts) >= LEAST_PROMPTS else None, progress=progress,
-            system_options={name: drafting for name in SHOWN if name not in DRAFTLESS}, max_new_tokens=max_new_tokens, do_sample=False,
+            progress=progress, max_new_tokens=max_new_tokens, do_sample=False,
+            system_options={name: drafting for name in SHOWN if name not in DRAFTLESS},
         )  # fmt: skip
     shown = comparison.generations["lookahead"][0].trace
     return DemoResult(

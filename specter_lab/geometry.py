@@ -79,6 +79,22 @@ def refuse_unsupported(model: Any, name: str) -> None:
         raise ValueError(f"Inference needs a model in evaluation mode; {name} is in training mode. Call model.eval() first.")
 
 
+def refuse_absent(model: Any, name: str, *, experts: bool) -> None:
+    """``ValueError`` for weights that aren't in memory: those of the experts, or all others.
+
+    >>> import specter_lab as sl
+    >>> refuse_absent(sl.load_moe("tiny-moe").model, "mine", experts=True)
+    """
+    of_experts = {f"{path}.{leaf}" for path, module in experts_modules(model).items() for leaf in module._parameters}
+    absent = [n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta and (n in of_experts) == experts]
+    if absent:
+        raise ValueError(
+            f"A model's weights must be in memory when it is taken apart; {len(absent)} of {name} are on the meta device, for instance "
+            f"{absent[0]}: a device_map left them on disk or behind hooks. Load it on one device, or from its folder: "
+            "load_moe(folder, stream=True), or prepare_moe once and load_moe(folder, mapped=True) for experts that stay on disk."
+        )
+
+
 def no_experts(config: Any, name: str) -> str:
     """What is said of a model in which no experts were found, by its config.
 

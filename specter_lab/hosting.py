@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from specter_lab.geometry import refuse_absent
 from specter_lab.loading.host_memory import available_bytes
 from specter_lab.quantize import Dense, ExpertBank, Format, narrowest_exact_dtype
 from specter_lab.records import ExpertKey, Geometry
@@ -27,6 +28,7 @@ class HostedExperts:
     """
 
     geometry: Geometry
+    name: str
 
     def __init__(self, model: Any, seam: ExpertsSeam) -> None:
         self.model, self.seam = model, seam
@@ -76,6 +78,7 @@ class HostedExperts:
     def attach(self) -> Self:
         """Move the experts out of the model; ``RuntimeError`` if they are out already."""
         self.seam.refuse_second()
+        refuse_absent(self.model, self.name, experts=True)
         dtype = narrowest_exact_dtype(self)
 
         def take(layer: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from specter_lab.pieces import ExpertStore
+from specter_lab.pieces import Drafter, ExpertStore
 from specter_lab.records import DeviceBytes
 
 if TYPE_CHECKING:
@@ -19,14 +19,31 @@ class MemoryPlan:
     """Slots for each layer and the device bytes of everything, KV counted for ``context_length`` tokens.
 
     >>> import specter_lab as sl
-    >>> with sl.load_moe("tiny-moe") as moe: sl.plan_memory(moe, slots=6).slots
-    (6, 6, 6, 6, 6, 6, 6, 6)
+    >>> sl.plan_memory("tiny-moe", "on_demand", "13MB").slots
+    (14, 14, 14, 13, 13, 13, 13, 13)
     """
 
     slots: tuple[int, ...]
     device: DeviceBytes
     context_length: int
     budget: int | None
+
+
+class BudgetError(ValueError):
+    """A budget of ``budget`` bytes that doesn't hold one slot a layer: ``smallest`` does.
+
+    >>> BudgetError("too small", smallest=12, budget=10).short
+    2
+    """
+
+    def __init__(self, message: str, *, smallest: int, budget: int) -> None:
+        super().__init__(message)
+        self.smallest, self.budget = smallest, budget
+
+    @property
+    def short(self) -> int:
+        """Bytes that are missing."""
+        return self.smallest - self.budget
 
 
 def parse_bytes(size: int | str) -> int:
@@ -43,24 +60,24 @@ def parse_bytes(size: int | str) -> int:
         raise ValueError(f"A memory budget is a number of bytes or a size such as '8GiB' or '500MB'; got {size!r}.") from error
 
 
-def plan_memory(
+def divide_memory(
     target: MoE | ReplayTarget,
     *,
-    bank: ExpertStore | None = None,
+    drafter: Drafter | None = None,
     store: ExpertStore | None = None,
     slots: int | Sequence[int] | None = None,
     memory: int | str | None = None,
     context_length: int | None = None,
 ) -> MemoryPlan:
-    """Give the target's slots what a budget leaves after non-expert weights, draft bank, buffers and KV.
+    """Give the target's slots what a budget leaves after non-expert weights, the drafter's own weights and cache, buffers and KV.
 
     ``slots``: so many a layer (one number, or one for each layer), or ``memory``: a total of device bytes; with neither,
     a quarter of each layer's experts. ``store``: what a slot holds (the target's own experts, if not given). Slots that a
     budget leaves over go to the first layers.
-    Raises ``ValueError`` for both at once, and for a budget below one slot a layer, naming the smallest.
+    Raises ``ValueError`` for both at once, and ``BudgetError`` for a budget below one slot a layer.
 
     >>> import specter_lab as sl
-    >>> with sl.load_moe("tiny-moe") as moe: sl.plan_memory(moe, memory="12MB").device.total <= 12_000_000
+    >>> with sl.load_moe("tiny-moe") as moe: divide_memory(moe, memory="12MB").device.total <= 12_000_000
     True
     """
     geometry, store = target.geometry, store or target.store
@@ -72,17 +89,21 @@ def plan_memory(
     buffers = max((wide for wide, size in zip(geometry.expert_bytes, sizes, strict=True) if wide > size), default=0)
     if hasattr(store, "rebuilt_bytes"):
         buffers += max(store.rebuilt_bytes(layer) for layer in range(store.layers))
-    fixed = DeviceBytes(geometry.non_expert_bytes, getattr(bank, "nbytes", 0), 0, buffers, geometry.kv_bytes_per_token * context)
+    draft = getattr(getattr(drafter, "bank", None), "nbytes", 0) + getattr(drafter, "weight_bytes", 0)
+    kv = (geometry.kv_bytes_per_token + getattr(drafter, "kv_bytes_per_token", 0)) * context
+    fixed = DeviceBytes(geometry.non_expert_bytes, draft, 0, buffers, kv)
     budget = None
     if memory is not None:
         budget = parse_bytes(memory)
         counts = _fill(budget - fixed.total, sizes, geometry.experts)
         if not counts:
-            raise ValueError(
-                f"The smallest legal cache is one slot a layer: {fixed.total + sum(sizes):,} bytes here ({fixed.non_expert:,} non-expert, "
+            smallest = fixed.total + sum(sizes)
+            raise BudgetError(
+                f"The smallest legal cache is one slot a layer: {smallest:,} bytes here ({fixed.non_expert:,} non-expert, "
                 f"{fixed.draft:,} draft, {fixed.buffers:,} buffers, {fixed.kv:,} KV for {context} tokens, {sum(sizes):,} slots); "
-                f"the budget is {budget:,}. Raise it, shorten context_length, or use a smaller draft format."
-            )
+                f"the budget is {budget:,}, {smallest - budget:,} short. Raise it, shorten context_length, or use a smaller draft format.",
+                smallest=smallest, budget=budget,
+            )  # fmt: skip
     elif isinstance(slots, Sequence):
         counts = [int(n) for n in slots]
     else:

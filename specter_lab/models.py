@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specter_lab.accumulation import sum_dtypes
-from specter_lab.geometry import geometry_of, refuse_unsupported, routers_of
+from specter_lab.geometry import geometry_of, refuse_absent, refuse_unsupported, routers_of
 from specter_lab.hosting import HostedExperts
 from specter_lab.loading.prepared import write_prepared
 from specter_lab.probe import probe
@@ -39,6 +39,7 @@ class MoE(HostedExperts):
 
     def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
         refuse_unsupported(model, name)
+        refuse_absent(model, name, experts=False)
         super().__init__(model, ExpertsSeam(model))
         self.tokenizer, self.name = tokenizer, name
         self.routers = Routers(model, routers_of(model))

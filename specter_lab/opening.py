@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from specter_lab.bundled import bundled_model
 from specter_lab.geometry import refuse_unsupported
@@ -16,6 +14,7 @@ from specter_lab.loading.folder import is_prepared
 from specter_lab.loading.prepare import load_tokenizer
 from specter_lab.loading.prepared import PreparedModel
 from specter_lab.loading.streamed import StreamedModel, refuse_unpacking, should_stream
+from specter_lab.loading.whole import load_whole
 from specter_lab.models import MoE
 
 BUNDLED = "tiny-moe"
@@ -75,29 +74,5 @@ def load_moe(
             return moe.adopt(streamed.store())
     if stream is False:
         refuse_unpacking(path, dtype, revision)
-    model = _whole(path, name, dtype=dtype, device_map=device_map, revision=revision)
+    model = load_whole(path, name, dtype=dtype, device_map=device_map, revision=revision)
     return MoE(model, tokenizer or load_tokenizer(path, revision), name)
-
-
-def _whole(path: str, name: str, **options: Any) -> Any:
-    """transformers' own load, in evaluation mode; ``ValueError`` unless every weight was there."""
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **options
-        )
-    except SafetensorError as error:
-        raise ValueError(
-            f"Weights must be whole safetensors files; those of {name!r} can't be read ({error}). Copy or download the checkpoint again."
-        ) from error
-    except RuntimeError as error:  # transformers couldn't turn the stored tensors into its own
-        raise ValueError(
-            f"A checkpoint must hold every weight of its model, in its shape; {name!r} doesn't: {error} Copy or download it again."
-        ) from error
-    model, info = loaded
-    missing = sorted(info["missing_keys"])
-    if missing or info["mismatched_keys"]:
-        raise ValueError(
-            f"A checkpoint must hold every weight of its model; {name!r} lacks {len(missing)} ({', '.join(missing[:3])}, ...) and has "
-            f"{len(info['mismatched_keys'])} of another shape. Copy or download it again; weights are never made up."
-        )
-    return model.eval()

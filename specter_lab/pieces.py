@@ -39,12 +39,19 @@ class DraftContext(Protocol):
         """Pick a token after the committed ids and the drafted ``prefix``, with the request's own processors;
         also the distribution (vocabulary,) it was drawn from, None when greedy."""
 
+    def spent(self, kind: str, *, layer: int = -1, tokens: int = 1, experts: int = 1) -> None:
+        """For a drafter with a model of its own: stamp what it computed since the last stamp, on the draft's lane.
+
+        ``kind``: "attention", "expert" or "head", over ``tokens`` rows and ``experts`` experts."""
+
 
 @runtime_checkable
 class Drafter(Protocol):
     """Proposes tokens, one at a time, so that prefetching starts before drafting ends.
 
-    An implementation may also have ``bank`` (an ``ExpertStore``): its bytes then count as device memory.
+    An implementation may also have ``bank`` (an ``ExpertStore``), and ``weight_bytes`` and ``kv_bytes_per_token`` of a model
+    and a cache of its own: they count as device memory. ``no_routing``: why its tokens carry no routing of the target's
+    experts, empty if they do. ``target``: the one ``MoE`` that it can draft for. ``close()``: give up what a request left.
     """
 
     name: str
@@ -58,7 +65,10 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class Predictor(Protocol):
-    """Says which experts the coming pass needs. Every hook may return nothing."""
+    """Says which experts the coming pass needs. Every hook may return nothing.
+
+    An implementation may also have ``reads_routing``: True if it needs draft tokens that carry routing.
+    """
 
     name: str
 

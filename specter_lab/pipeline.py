@@ -14,7 +14,7 @@ from specter_lab.decoding import Decoding
 from specter_lab.generation import Generation, conditions_of
 from specter_lab.loop import Assembly
 from specter_lab.machines.throttled import ThrottledMachine
-from specter_lab.memory import MemoryPlan, plan_memory
+from specter_lab.memory import MemoryPlan, divide_memory
 from specter_lab.models import MoE
 from specter_lab.offload.eviction import LRU
 from specter_lab.offload.prefetcher import Prefetcher
@@ -23,8 +23,8 @@ from specter_lab.offload.server import MissSplit
 from specter_lab.opening import load_moe
 from specter_lab.pieces import Drafter, DraftLength, EvictionPolicy, ExpertStore, Machine, Predictor
 from specter_lab.replay import ReplayableText, Replayed, ReplayTarget
-from specter_lab.request import encode, refuse_drafter, refuse_inputs, refuse_length, refuse_unknown, stop_criteria
-from specter_lab.routing.predictors import DraftLookahead, NoPrediction
+from specter_lab.request import encode, refuse_drafter, refuse_inputs, refuse_length, refuse_predictor, refuse_unknown, stop_criteria
+from specter_lab.routing.predictors import NoPrediction
 from specter_lab.speculate.draft_length import FixedLength
 
 
@@ -67,23 +67,18 @@ class Pipeline:
         length = (8 if drafter else 0) if draft_length is None else draft_length
         self.drafter, self.predictor = drafter, predictor or NoPrediction()
         self.draft_length: DraftLength = FixedLength(length) if isinstance(length, int) else length
-        if isinstance(self.predictor, DraftLookahead) and getattr(drafter, "bank", None) is None:
-            raise ValueError(
-                f"Draft lookahead reads the draft's routing; the drafter is {getattr(drafter, 'name', None)!r}, which has no experts. "
-                "Use SelfDrafter, or another predictor (NextLayerGate, NoPrediction)."
-            )
+        refuse_predictor(self.predictor, drafter)
         self.machine: Machine = machine or ThrottledMachine()
         self.warm, self.closed = warm, False
         self.last: Generation | None = None
         self.target: MoE | ReplayTarget = target if isinstance(target, MoE | ReplayTarget) else load_moe(target)
-        if drafter is not None and isinstance(self.target, MoE):
+        if drafter is not None:
             refuse_drafter(self.target, drafter)
         self.target.lease()
         try:
-            bank = getattr(drafter, "bank", None)
-            store = self._store(residual, bank)
-            self.plan: MemoryPlan = plan_memory(
-                self.target, bank=bank, store=store, slots=slots, memory=memory, context_length=context_length
+            store = self._store(residual, getattr(drafter, "bank", None))
+            self.plan: MemoryPlan = divide_memory(
+                self.target, drafter=drafter, store=store, slots=slots, memory=memory, context_length=context_length
             )
             self.assembly = Assembly(
                 store, self.plan.slots, self.machine, drafter=drafter, predictor=self.predictor, eviction=eviction or LRU(),
@@ -220,6 +215,8 @@ class Pipeline:
         if not self.closed:
             self.closed = True
             self.machine.close()
+            getattr(self.drafter, "close", lambda: None)()
+            self.drafter = None  # it may hold a model
             del self.assembly
             self.target.release()
 

@@ -50,12 +50,12 @@ def probe(model: Any, seam: ExpertsSeam, routers: Routers) -> Probe:
                 f"Every MoE layer and its router must take part in a forward; of {len(seam.modules)} in {type(model).__name__}, "
                 f"{absent or 'routers of some'} didn't. If it has towers besides its text model, pass the text model alone."
             )
-        grown, rollback = _roll_back(model, cache, ids)
+        grown, rollback = roll_back(model, cache, ids)
     return Probe(dict(calls), watched, grown, rollback)
 
 
-def _roll_back(model: Any, cache: Any, ids: Tensor) -> tuple[int, str]:
-    """Bytes that a token adds, and what two more tokens leave behind when they are taken off again."""
+def roll_back(model: Any, cache: Any, ids: Tensor) -> tuple[int, str]:
+    """Bytes that a token adds to ``cache``, and what two more ``ids`` leave behind when they are taken off again: empty if nothing."""
     before = _bytes(cache)
     model(input_ids=ids, cache=cache, use_cache=True)
     grown = (_bytes(cache) - before) // ids.shape[1]

@@ -98,10 +98,10 @@ def tiny_model(model_type: str, *, seed: int = 0, dtype: torch.dtype = torch.flo
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
                 if not tensor.is_floating_point():
                     continue
-                if tensor.ndim >= 2:
-                    tensor.normal_(std=tensor.shape[-1] ** -0.5)
-                elif "bias" in name:
+                if "bias" in name:
                     tensor.normal_(std=0.1)
+                elif tensor.ndim >= 2:
+                    tensor.normal_(std=tensor.shape[-1] ** -0.5)
     return model
 
 

@@ -97,7 +97,7 @@ class DraftToken:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A guess that the pass of ``step`` needs ``key`` for the token at ``position``, with its probability.
+    """A guess that the pass of ``step`` needs ``key`` for the token at ``position`` (-1: for any of it), with its probability.
 
     ``horizon`` counts tokens between the last committed position and ``position`` (0 = the token at hand).
 
@@ -117,7 +117,8 @@ class Transfer:
     """One expert on its way over the link: ``source`` bytes go to ``destination``, a slot of the device.
 
     ``reason`` is "demand" (the router asked) or "prefetch" (a prediction did). Both tensors are flat uint8 of
-    ``bytes`` elements, or None in a replay without weights.
+    ``bytes`` elements, or None in a replay without weights. ``mapped``: the source lies in a file, and is read from the
+    disk or the system's cache of it when it is touched.
 
     >>> Transfer(request_id=0, key=ExpertKey(0, 3), bytes=64, reason="demand", step=0, slot=1).reason
     'demand'
@@ -132,6 +133,7 @@ class Transfer:
     position: int = -1
     source: Tensor | None = field(default=None, repr=False, compare=False)
     destination: Tensor | None = field(default=None, repr=False, compare=False)
+    mapped: bool = False
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ Source: on what replay semantics change, arXiv 2608.07911.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -87,19 +87,26 @@ class ShapeStore:
 
 
 class ResidualShapes(ShapeStore):
-    """Residuals without bytes: rebuilding is charged, and gives nothing."""
+    """Residuals without bytes, of experts that take ``rebuilt`` bytes each: rebuilding is charged, and gives nothing."""
+
+    def __init__(self, experts: Sequence[int], sizes: Sequence[int], rebuilt: Sequence[int], name: str) -> None:
+        super().__init__(experts, sizes, name)
+        self._rebuilt = tuple(rebuilt)
 
     def rebuild(self, key: ExpertKey, blob: Tensor) -> dict[str, Tensor]:
         """No tensors."""
         return {}
 
     def rebuilt_bytes(self, layer: int) -> int:
-        """The full-precision expert, by the residual's share of it."""
-        return self.blob_bytes(layer) * 2
+        """The full-precision expert."""
+        return self._rebuilt[layer]
 
 
 class ReplayTarget:
     """Stands for a model in a pipeline that replays: its shape, and routers that answer from the text at hand.
+
+    ``geometry`` counts bytes in ``dtype``. ``store``: what the host holds, where it isn't that. ``bits`` a weight of draft
+    formats, where they aren't optimum-quanto's: codes, and for each group of 128 (rows for 8 bits) a scale and a shift of 2 bytes.
 
     >>> import specter_lab as sl
     >>> geometry = sl.load_moe("tiny-moe").geometry
@@ -108,25 +115,36 @@ class ReplayTarget:
     True
     """
 
-    def __init__(self, geometry: Geometry, name: str = "") -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        name: str = "",
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        store: ShapeStore | None = None,
+        bits: Mapping[str, float] | None = None,
+    ) -> None:
+        self.bits = {"qint8": 8.125, "qint4": 4.25, "qint2": 2.25, "qfloat8": 8.125, **(bits or {})}
         self.geometry, self.name = geometry, name or geometry.model_type
         self.layers = geometry.layers
-        self.store = ShapeStore(geometry.experts, geometry.expert_bytes, "bfloat16 (shapes only)")
-        self.dtype, self.device = torch.bfloat16, "meta"
+        self.store = store or ShapeStore(geometry.experts, geometry.expert_bytes, f"{str(dtype).removeprefix('torch.')} (shapes only)")
+        self.dtype, self.device = dtype, "meta"
         self.text: ReplayableText | None = None
 
     def quantize(self, format: str = "qint4") -> ShapeStore:
-        """A draft bank's sizes: codes, and for each group of 128 (rows for 8 bits) a scale and a shift of 2 bytes."""
-        bits = {"qint8": 8.125, "qint4": 4.25, "qint2": 2.25, "qfloat8": 8.125}
-        if format not in bits:
-            raise ValueError(f"A draft format is one of {', '.join(bits)}; got {format!r}. Give one of them.")
-        sizes = [int(size * bits[format] / 16) for size in self.geometry.expert_bytes]
-        return ShapeStore(self.geometry.experts, sizes, f"{format} (shapes only)")
+        """A draft bank's sizes."""
+        if format not in self.bits:
+            raise ValueError(f"A draft format is one of {', '.join(self.bits)}; got {format!r}. Give one of them.")
+        return ShapeStore(self.geometry.experts, self._sizes(self.bits[format]), f"{format} (shapes only)")
 
     def residuals(self, bank: ShapeStore, bits: float = 8.6) -> ResidualShapes:
         """Residual sizes: 8.6 bits a weight by default, what the format takes beside qint4 codes on Gaussian weights, padded."""
-        sizes = [int(size * bits / 16) for size in self.geometry.expert_bytes]
-        return ResidualShapes(self.geometry.experts, sizes, f"residual of {bank.name}")
+        rebuilt = [self.store.blob_bytes(layer) for layer in range(self.layers)]
+        return ResidualShapes(self.geometry.experts, self._sizes(bits), rebuilt, f"residual of {bank.name}")
+
+    def _sizes(self, bits: float) -> list[int]:
+        """Bytes of each layer's experts at so many bits a weight."""
+        return [int(size / self.dtype.itemsize * bits / 8) for size in self.geometry.expert_bytes]
 
     def route(self, layer: int, hidden: Tensor) -> Tensor:
         """What that layer's router would have said one layer early; ``hidden`` holds the rows' places in the text."""

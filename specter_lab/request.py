@@ -14,7 +14,7 @@ from transformers import DynamicCache, GenerationConfig, StoppingCriteriaList, S
 from transformers.generation import SynthIDTextWatermarkingConfig
 
 from specter_lab.memory import MemoryPlan
-from specter_lab.pieces import Drafter
+from specter_lab.pieces import Drafter, Predictor
 
 if TYPE_CHECKING:
     from specter_lab.models import MoE
@@ -168,12 +168,32 @@ def refuse_inputs(target: MoE, model: Any, ids: Tensor, config: GenerationConfig
         )
 
 
-def refuse_drafter(target: MoE, drafter: Drafter) -> None:
-    """``ValueError`` for a model whose cache can't be rolled back: a rejected draft would stay in it."""
-    if target.rollback:
+def refuse_drafter(target: Any, drafter: Drafter) -> None:
+    """``ValueError`` for a drafter of another target, and for a model whose cache can't be rolled back: a rejected draft
+    would stay in it."""
+    if getattr(drafter, "target", target) is not target:
+        raise ValueError(
+            f"This drafter was made for one target: {drafter.name} for {drafter.target!r}, not for {target!r}. "  # type: ignore[attr-defined]
+            "Give the same object to drafter and pipeline."
+        )
+    why = getattr(target, "rollback", "")  # a replay takes nothing back
+    if why:
         raise ValueError(
             f"Rejected drafts are taken back from the cache; that of {target.name} ({target.geometry.model_type}) can't be rolled back: "
-            f"{target.rollback}. Leave out the drafter ({drafter.name}): token by token this model decodes exactly."
+            f"{why}. Leave out the drafter ({drafter.name}): token by token this model decodes exactly."
+        )
+
+
+def refuse_predictor(predictor: Predictor, drafter: Drafter | None) -> None:
+    """``ValueError`` for a predictor that reads the draft's routing where there is none."""
+    if not getattr(predictor, "reads_routing", False):
+        return
+    why = getattr(drafter, "no_routing", "" if getattr(drafter, "bank", None) is not None else "which has no experts")
+    if why:
+        name = getattr(drafter, "name", None)
+        raise ValueError(
+            f"{predictor.name.capitalize()} reads the draft's routing, as that of the target; the drafter is {name!r}: {why}. "
+            "Use SelfDrafter, or another predictor (NextLayerGate, NoPrediction)."
         )
 
 

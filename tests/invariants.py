@@ -12,7 +12,7 @@ def check_trace(trace: Trace, slots: Sequence[int], blob_bytes: Sequence[int], *
     events = trace.events
     transfers, uses, needs = (events[events["kind"] == kind] for kind in ("transfer", "expert", "need"))
     # bars of one lane never overlap; the compute lanes are one timeline
-    for lanes in (["link"], ["host"], ["target", "draft"]):
+    for lanes in (["link"], ["disk"], ["host"], ["target", "draft"]):
         bars = events[events["lane"].isin(lanes) & (events["end_us"] > events["start_us"])].sort_values("start_us")
         gaps = bars["start_us"].to_numpy()[1:] - bars["end_us"].to_numpy()[:-1]
         assert (gaps >= -1e-6).all(), f"bars of {lanes} overlap by {-gaps.min()} us"

@@ -59,6 +59,7 @@ ACTIVE = {  # what proves that the mechanism did something
     "specter": lambda m, t: m["recall"] > 0.2 and "prefetch" in set(t.of_kind("transfer")["reason"]),
     "residual_lookahead": lambda m, t: m["recall"] > 0.7 and (t.of_kind("rebuild")["end_us"] > 0).all() and _moved(t) < 70_000,
     "specter_plus": lambda m, t: m["recall"] > 0.7 and m["host_rate"] > 0.02 and _moved(t) < 70_000,
+    "oracle": lambda m, t: m["acceptance_rate"] == m["recall"] == m["precision"] == 1.0 and m["tokens_per_step"] > 4,
     "lookahead": lambda m, t: m["recall"] > 0.7 and "prefetch" in set(t.of_kind("transfer")["reason"]),
 }
 

@@ -11,13 +11,16 @@ import pytest
 import specter_lab as sl
 from specter_lab.__main__ import main
 from specter_lab.observe.metrics import acceptance_by_position, merged, overlap_us, summarize
+from specter_lab.rows import row_of
 from tests.traces import make_trace
 
 PROMPTS = ["The evening came", "def main():", "See also", "Once upon a time"]
 KEYS = {
     "system", "ttft_ms", "tpot_ms", "tokens_per_step", "acceptance_rate", "hit_rate", "late_rate", "recall", "precision", "on_time",
     "moved_mb_per_token", "wasted_mb_per_token", "exposed_ms_per_token", "transfer_ms_per_token", "link_utilisation", "device_bytes",
-    "speedup", "fastest_rival", "speedup_vs_fastest_rival", "ci95",
+    "speedup", "fastest_rival", "speedup_vs_fastest_rival", "ci95", "speedup_ci95", "speedups", "tpot_ms_ci95", "miss_rate", "host_rate",
+    "share_of_schedule_bound", "share_of_bound", "acceptance_by_position", "recall_by_horizon", "precision_by_horizon",
+    "on_time_by_horizon", "overlap", "draft_share", "verify_share", "stall_share", "prompts",
 }  # fmt: skip
 
 
@@ -41,8 +44,64 @@ def test_rows_have_the_agreed_names_and_are_json(comparison):
     assert data["identical_tokens"] is True and data["machine"] == "simulated"
     assert all(set(row["tpot_ms"]) == {"mean", "median", "p95"} for row in data["rows"])
     assert all(set(row["device_bytes"]) == {"non_expert", "draft", "slots", "buffers", "kv", "total"} for row in data["rows"])
-    on_demand = data["rows"][0]
+    on_demand, _, lookahead = data["rows"]
     assert on_demand["acceptance_rate"] is None and on_demand["recall"] is None  # what doesn't apply is null
+    assert on_demand["recall_by_horizon"] is None and lookahead["recall_by_horizon"][0] > 0.8
+    assert len(lookahead["acceptance_by_position"]) == 8
+    low, high = lookahead["tpot_ms_ci95"]
+    assert low < lookahead["tpot_ms"]["mean"] < high
+
+
+def test_bounds_hold_and_are_the_same_for_all(comparison):
+    for row in comparison.rows:
+        assert 0 < row["share_of_schedule_bound"] <= 1 and 0 < row["share_of_bound"] <= 1
+    bounds = [row["share_of_bound"] * row["tpot_ms"]["mean"] for row in comparison.rows]
+    assert max(bounds) / min(bounds) < 1.1  # one bound; means of ratios differ a little from ratios of means
+
+
+def test_a_plan_for_a_window_has_no_horizon(moe):
+    with sl.baselines.specter(moe, machine=sl.SimulatedMachine(0.05), slots=6) as pipeline:
+        row = row_of("specter", [pipeline.generate("Once upon a time", max_new_tokens=12, do_sample=False)])
+    assert row["recall"] > 0 and row["recall_by_horizon"] is row["precision_by_horizon"] is row["on_time_by_horizon"] is None
+
+
+def test_speed_up_is_over_what_does_not_look_ahead(moe):
+    """Over the fastest without lookahead, over the fastest rival, and over each: three questions, three answers."""
+    done = sl.compare(
+        ["on_demand", "speculative_on_demand", "moe_speq", "lookahead"], PROMPTS[:3], target=moe, machine=sl.SimulatedMachine(0.5),
+        memory="13MB", context_length=128, max_new_tokens=12, do_sample=False,
+    )  # fmt: skip
+    rows = {row["system"]: row for row in done.rows}
+    tpot = {name: row["tpot_ms"]["mean"] for name, row in rows.items()}
+    blind = min(tpot["on_demand"], tpot["speculative_on_demand"])
+    rival = min(blind, tpot["moe_speq"])
+    for name, row in rows.items():
+        assert row["speedup"] == pytest.approx(blind / tpot[name])
+        assert row["speedup_vs_fastest_rival"] == pytest.approx(rival / tpot[name])
+        for other, cell in row["speedups"].items():
+            assert cell["mean"] == pytest.approx(tpot[other] / tpot[name]) == pytest.approx(done.speedups.loc[name, other])
+            assert cell["ci95"][0] <= cell["mean"] <= cell["ci95"][1]
+
+
+def test_pipelines_and_names_side_by_side(moe):
+    with sl.Pipeline(moe, machine=sl.SimulatedMachine(), memory="13MB", context_length=128, eviction=sl.LFU()) as mine:
+        done = sl.compare(
+            [mine, "on_demand"], ["Once"], target=moe, machine=sl.SimulatedMachine(), memory="13MB", context_length=128, max_new_tokens=4
+        )
+        assert mine.generate("Once", max_new_tokens=2).metrics["tokens"] == 2  # a pipeline of one's own stays open
+    assert list(done.table.index) == ["pipeline 1", "on_demand"] and done.rows[0]["ci95"] is None
+
+
+def test_who_does_not_fit_is_named_with_the_bytes_it_lacks(moe):
+    options = {"target": moe, "machine": sl.SimulatedMachine(), "context_length": 128, "max_new_tokens": 4}
+    systems = ["on_demand", "specter", "lookahead"]
+    with pytest.raises(sl.BudgetError, match=r"same 7,000,000 bytes; specter lacks [\d,]+ .*; lookahead lacks") as refused:
+        sl.compare(systems, ["Once"], memory="7MB", **options)
+    done = sl.compare(systems, ["Once"], memory="7MB", skip_unfit=True, **options)
+    assert [row["system"] for row in done.rows] == ["on_demand"]
+    assert done.unfit == done.as_dict()["bytes_short"] == {"specter": refused.value.short, "lookahead": refused.value.short}
+    with pytest.raises(sl.BudgetError, match="on_demand lacks"):  # one that no system fits
+        sl.compare(systems, ["Once"], memory="1MB", skip_unfit=True, **options)
 
 
 def test_speedups_are_against_the_fastest_rival(comparison):

@@ -36,7 +36,7 @@ def test_in_float32_there_is_none(model_type: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_in_half_precision_each_is_within_rounding(model_type: str, dtype: torch.dtype) -> None:
-    """The rule: where they part, the margin is at most twice the largest difference that the number of rows makes."""
+    """Case 38. The rule: where they part, the margin is at most twice the largest difference that the number of rows makes."""
     target = moe(model_type, dtype)
     found = sl.divergence(target, [20, 21, 22], generate(target, [20, 21, 22]))
     assert found.explained, repr(found)

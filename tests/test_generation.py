@@ -21,6 +21,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import specter_lab as sl
+from specter_lab import request
 from specter_lab.recipes import tiny_model
 from tests.drafters import Knowing
 
@@ -81,6 +82,8 @@ def test_greedy_with_processors_is_the_models_own(moe: sl.MoE, bank: sl.ExpertBa
     own = moe.own_generate(torch.tensor([PROMPT]), **options)[0].tolist()
     with speculate(moe, bank) as pipeline:
         run = pipeline.generate(PROMPT, **options)
+        assert moe.model.generate(torch.tensor([PROMPT]), custom_generate=pipeline, **options)[0].tolist() == own
+        assert pipeline.last is not None and pipeline.last.ids == run.ids
     assert list(run.ids) == own
     assert run.metrics["steps"] < len(run.new_ids) or len(run.new_ids) < 4, "nothing was speculated"
 
@@ -114,7 +117,7 @@ def test_a_criterion_that_reads_scores(moe: sl.MoE, bank: sl.ExpertBank) -> None
 
 @pytest.mark.parametrize("right", [0, 2, 4])
 def test_the_first_of_several_end_tokens_in_a_block_ends_it(moe: sl.MoE, right: int) -> None:
-    """Output, scores and stream stop there; drafts past it, right or wrong, are never seen."""
+    """Case 36. Output, scores and stream stop there; drafts past it, right or wrong, are never seen."""
     own = tuple(moe.own_generate(torch.tensor([PROMPT]), max_new_tokens=NEW, do_sample=False, eos_token_id=None)[0, 6:].tolist())
     drafter = Knowing(own, 6, right, 2048)
     with sl.Pipeline(moe, drafter=drafter, draft_length=4, slots=8, machine=sl.SimulatedMachine()) as pipeline:
@@ -142,6 +145,7 @@ class Collector(BaseStreamer):
 @pytest.mark.parametrize("length", [1, 3, 50])
 @pytest.mark.parametrize("new", [1, 2, 3])
 def test_never_a_token_too_many(moe: sl.MoE, new: int, length: int) -> None:
+    """Case 37: drafts longer than what is left, all right or all wrong."""
     own = tuple(moe.own_generate(torch.tensor([PROMPT]), max_new_tokens=NEW, do_sample=False, eos_token_id=None)[0, 6:].tolist())
     for right in (0, 50):
         drafter = Knowing(own, 6, right, 2048)
@@ -210,6 +214,32 @@ def test_what_makes_no_sense_for_one_sequence_is_refused_by_name(
         with pytest.raises(error, match=message):
             pipeline.generate(**{"max_new_tokens": 2, **options})
         assert len(pipeline.generate([5, 6], max_new_tokens=2, eos_token_id=None).new_ids) == 2
+
+
+NEVER: dict[str, Any] = {
+    "num_beams": 2, "num_beam_groups": 2, "num_return_sequences": 2, "constraints": [object()], "force_words_ids": [[5]],
+    "penalty_alpha": 0.6, "dola_layers": "low", "guidance_scale": 1.5, "negative_prompt_ids": [[5]], "use_cache": False,
+    "cache": object(), "past_key_values": object(), "cache_implementation": "static", "prefill_chunk_size": 4,
+    "prompt_lookup_num_tokens": 3, "assistant_model": "small", "assistant_early_exit": 2, "use_mtp": True,
+    "output_attentions": True, "output_hidden_states": True, "token_healing": True, "inputs_embeds": torch.ones(1, 1, 32),
+}  # fmt: skip
+
+
+def test_each_refused_option_is_refused_by_name_with_a_way_out(moe: sl.MoE, bank: sl.ExpertBank) -> None:
+    """Also quantised, hybrid and other static kinds of caches; nothing that would make sense is refused unseen."""
+    assert set(NEVER) == set(request._REFUSED)
+    with speculate(moe, bank) as pipeline:
+        for name, value in NEVER.items():
+            with pytest.raises(ValueError, match=rf"{name}=.* doesn't fit\. [A-Z]"):
+                pipeline.generate([5, 6], max_new_tokens=2, **{name: value})
+        for kind in ("offloaded_static", "quantized", "hybrid", "offloaded"):
+            with pytest.raises(ValueError, match=rf"cache_implementation='{kind}'"):
+                pipeline.generate([5, 6], max_new_tokens=2, cache_implementation=kind)
+        for batch in ([[5, 6], [7, 8]], torch.ones(2, 3, dtype=torch.long)):
+            with pytest.raises(ValueError, match=r"one prompt of at least one token; got shape \(2, "):
+                pipeline.generate(batch, max_new_tokens=2)
+        run = pipeline.generate([5, 6], max_new_tokens=2, eos_token_id=None, return_dict_in_generate=True, num_beams=1, use_cache=True)
+        assert isinstance(run, sl.Generation) and len(run.new_ids) == 2
 
 
 def test_the_models_own_default_config_is_looked_at_too(moe: sl.MoE, bank: sl.ExpertBank, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,23 @@ def test_attach_serves_bitwise_equal_logits_and_detach_restores_everything(famil
     assert torch.equal(model(ids).logits, own)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_return_what_the_installed_transformers_returns(family):
+    """Case 18: a tensor or a tuple, whichever the model's next layer expects, from the first forward on."""
+    model = tiny(family)
+    moe = sl.load_moe(model)
+    kinds = []
+    blocks = [m for m in model.modules() if any(child in moe.seam.modules for child in m.children())]
+    hooks = [m.register_forward_hook(lambda _m, _args, out: kinds.append((type(out), len(out)))) for m in blocks]
+    model(torch.tensor([[3, 4]]))
+    own, kinds[:] = list(kinds), []
+    with moe, torch.no_grad(), moe.seam.serving(ResidentServer(moe.store, sl.SimulatedMachine(), "target", 0)):
+        model(torch.tensor([[3, 4]]))
+    for hook in hooks:
+        hook.remove()
+    assert kinds == own and len(own) == moe.layers
+
+
 def test_a_checkpoint_in_bf16_is_stored_in_bf16_though_computed_in_fp32():
     with sl.load_moe("tiny-moe", dtype="float32") as moe:
         assert (moe.store.name, moe.dtype) == ("bfloat16", torch.float32)

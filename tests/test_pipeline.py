@@ -227,6 +227,7 @@ def test_an_interrupt_inside_a_layer(attached, own, monkeypatch, layer_calls):
 
 
 def test_modes_of_torch(attached, bank, own):
+    """Case 3: a pipeline with a quantised draft in each of torch's modes."""
     with sl.baselines.lookahead(attached, bank=bank, machine=sl.SimulatedMachine()) as pipeline:
         for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
             with mode():

@@ -61,6 +61,7 @@ class CostTable:
 class SimulatedMachine:
     """Virtual time for compute, for one link of ``link_gb_s`` with ``latency_us`` a copy, and for a host that reads
     weights at ``host_gb_s`` (3 x the link by default: the ratio that a DeepSeek-V2-Lite expert shows on an A800 host).
+    An expert of a mapped store is read at ``disk_gb_s`` before its first copy in a request; then it is in the page cache.
 
     >>> machine = SimulatedMachine(link_gb_s=1.0); machine.start(None); machine.compute("target", "head", step=0, tokens=1)
     >>> machine.now_us()
@@ -68,7 +69,12 @@ class SimulatedMachine:
     """
 
     def __init__(
-        self, link_gb_s: float = 16.0, latency_us: float = 10.0, costs: CostTable | None = None, host_gb_s: float | None = None
+        self,
+        link_gb_s: float = 16.0,
+        latency_us: float = 10.0,
+        costs: CostTable | None = None,
+        host_gb_s: float | None = None,
+        disk_gb_s: float = 3.0,
     ) -> None:
         if not link_gb_s > 0 or latency_us < 0:
             raise ValueError(
@@ -77,6 +83,7 @@ class SimulatedMachine:
             )
         self.link_gb_s, self.latency_us = link_gb_s, latency_us
         self.host_gb_s = 3 * link_gb_s if host_gb_s is None else host_gb_s
+        self.disk_gb_s = disk_gb_s
         self.costs = costs or CostTable()
         self.label = "simulated"
         self.start(None)
@@ -96,6 +103,7 @@ class SimulatedMachine:
         self._flight = (0.0, 0.0)
         self._arrived: set[int] = set()
         self._host_free = 0.0
+        self._in_page_cache: set[ExpertKey] = set()
 
     def now_us(self) -> float:
         """Virtual microseconds since ``start``."""
@@ -162,7 +170,20 @@ class SimulatedMachine:
         if self._flying is None and self._source is not None:
             self._flying = self._source.next_transfer()
             if self._flying is not None:
-                self._flight = (self._now, self._now + self.copy_us(self._flying.bytes))
+                begin = self._read(self._flying) if self._flying.mapped else self._now
+                self._flight = (begin, begin + self.copy_us(self._flying.bytes))
+
+    def _read(self, transfer: Transfer) -> float:
+        """When a mapped store's bytes are in the page cache: at once, but for the first use in a request."""
+        if transfer.key in self._in_page_cache:
+            return self._now
+        self._in_page_cache.add(transfer.key)
+        end = self._now + transfer.bytes / (self.disk_gb_s * 1e3)
+        self.trace.add(
+            "disk", "read", self._now, end, step=transfer.step, layer=transfer.key.layer, expert=transfer.key.expert,
+            bytes=transfer.bytes, request_id=transfer.request_id, reason=transfer.reason,
+        )  # fmt: skip
+        return end
 
     def stop(self) -> None:
         """No new copies; the one on the link still lands."""

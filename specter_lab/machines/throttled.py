@@ -5,6 +5,7 @@ It shows real overlap without a GPU: the processor plays the device, a worker th
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specter_lab.observe.trace import TraceWriter
 from specter_lab.pieces import LinkSource
@@ -192,18 +194,34 @@ class ThrottledMachine:
         """A copy by the compute thread, which stalls for it."""
         start = time.perf_counter()
         self._add("target", "plan", self._segment, start, step=transfer.step, layer=transfer.key.layer)
-        self._copy(transfer)
+        began = self._copy(transfer, start)
         while time.perf_counter() < self._lands_at:
             pass  # a sleep this short takes longer
-        end = self._segment = self._land(transfer, start)
+        end = self._segment = self._land(transfer, began)
         where = {"layer": transfer.key.layer, "expert": transfer.key.expert, "request_id": transfer.request_id}
         self._add("target", "stall", start, end, step=transfer.step, **where)
 
-    def _copy(self, transfer: Transfer) -> None:
-        """The bytes, and when they are due: the link has a schedule of its own, so late wake-ups don't add up."""
+    def _copy(self, transfer: Transfer, start: float) -> float:
+        """The bytes, and when they are due: the link has a schedule of its own, so late wake-ups don't add up.
+
+        Returns when the copy began: at ``start``, or once the bytes of a mapped store had been read.
+        """
         if transfer.source is not None and transfer.destination is not None:
+            if transfer.mapped:
+                start = self._read(transfer, transfer.source)
             transfer.destination.copy_(transfer.source)
         self._lands_at += self.copy_us(transfer.bytes) * 1e-6
+        return start
+
+    def _read(self, transfer: Transfer, source: Tensor) -> float:
+        """Touch every page: what the system still has of the file takes microseconds, the rest as long as the disk takes."""
+        start = time.perf_counter()
+        source[:: mmap.PAGESIZE].sum()
+        end = time.perf_counter()
+        where = {"layer": transfer.key.layer, "expert": transfer.key.expert, "request_id": transfer.request_id}
+        self._add("disk", "read", start, end, step=transfer.step, bytes=transfer.bytes, reason=transfer.reason, **where)
+        self._lands_at = max(self._lands_at, end)  # the link stood idle meanwhile
+        return end
 
     def _run_link(self) -> None:
         try:
@@ -216,7 +234,7 @@ class ThrottledMachine:
                         self.lock.wait()
                     transfer = self._handed
                 start = time.perf_counter()
-                self._copy(transfer)
+                start = self._copy(transfer, start)
                 time.sleep(max(0.0, self._lands_at - time.perf_counter()))
                 with self.lock:
                     self._land(transfer, start)

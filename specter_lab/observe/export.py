@@ -25,7 +25,7 @@ from specter_lab.observe.trace import INSTANT_KINDS, Trace
 __all__ = ["check_chrome_trace", "count_events", "save_chrome_trace", "to_chrome_trace", "write_whole"]
 
 PID = 1
-LANE_ORDER = ("draft", "target", "link", "control")
+LANE_ORDER = ("draft", "target", "link", "disk", "control")
 _ARGS = ("step", "position", "layer", "expert", "request_id", "tokens", "bytes", "reason", "outcome", "value")
 
 

@@ -52,7 +52,8 @@ def _ratio(part: float, whole: float) -> float | None:
 def summarize(trace: Trace) -> dict[str, Any]:
     """The figures of one request; what doesn't apply (or can't be told from one token) is None.
 
-    Recall and precision are of experts of passes: (step, layer, expert). ``on_time`` is, of the rightly predicted
+    Recall and precision are of experts of passes: (step, layer, expert); ``recall_accepted`` of those that a row needed which
+    was committed, leaving out what only rejected drafts needed. ``on_time`` is, of the rightly predicted
     experts that weren't resident when first predicted, the share that was resident when its layer asked.
 
     >>> import specter_lab as sl
@@ -127,13 +128,15 @@ _EXPERT = ["step", "layer", "expert"]
 def _prediction_totals(decoding: pd.DataFrame) -> dict[str, float | None]:
     predicted = decoding[decoding["kind"] == "predict"]
     if predicted.empty:
-        return {"recall": None, "precision": None, "on_time": None}
+        return dict.fromkeys(("recall", "recall_accepted", "precision", "on_time"))
     needed = decoding[decoding["kind"] == "need"]
     first = predicted.drop_duplicates(_EXPERT)
     both = first.merge(needed, on=_EXPERT, suffixes=("", "_need"))
     moved = both[both["reason"] != "resident"]
+    kept = decoding[(decoding["kind"] == "route") & (decoding["outcome"] == "accepted")].drop_duplicates(_EXPERT)
     return {
         "recall": _ratio(len(both), len(needed)),
+        "recall_accepted": _ratio(len(kept.merge(first, on=_EXPERT)), len(kept)),
         "precision": _ratio(len(both), len(first)),
         "on_time": _ratio((moved["outcome_need"] == "hit").sum(), len(moved)),
     }
@@ -143,7 +146,8 @@ def prediction_scores(trace: Trace, by: str = "layer") -> pd.DataFrame:
     """Recall, precision and on-time share by "layer" or by "horizon" (tokens ahead of the last committed one).
 
     By layer they are of experts of passes; by horizon of experts of single positions: a prediction for a position is
-    right when that very position was routed to the expert.
+    right when that very position was routed to the expert. One for a whole pass (position -1) has no horizon and is left
+    out there; where nothing else was predicted, scores by horizon are NaN.
 
     >>> import specter_lab as sl
     >>> moe = sl.load_moe("tiny-moe")
@@ -158,6 +162,7 @@ def prediction_scores(trace: Trace, by: str = "layer") -> pd.DataFrame:
     keys = _EXPERT
     if by == "horizon":
         keys = ["step", "position", "layer", "expert"]
+        predicted = predicted[predicted["position"] >= 0]
         routed = decoding[decoding["kind"] == "route"]
         begins = routed.groupby("step")["position"].transform("min")
         passes = needed[[*_EXPERT, "outcome"]]
@@ -168,7 +173,7 @@ def prediction_scores(trace: Trace, by: str = "layer") -> pd.DataFrame:
     moved = both[both["reason_then"] != "resident"]
     table = pd.DataFrame({"needed": needed.groupby(group).size(), "predicted": first.groupby(group).size()}).fillna(0).astype(int)
     right = both.groupby(group).size().reindex(table.index, fill_value=0)
-    table["recall"] = right / table["needed"].where(table["needed"] > 0)
+    table["recall"] = right / table["needed"].where((table["needed"] > 0) & bool(len(first)))
     table["precision"] = right / table["predicted"].where(table["predicted"] > 0)
     table["on_time"] = (moved["outcome"] == "hit").groupby(moved[group]).mean().reindex(table.index)
     return table.rename_axis(by)

@@ -2,23 +2,24 @@
 
 | column | meaning |
 | --- | --- |
-| `lane` | `target`, `draft` (compute), `link`, `control` (instants, no duration) |
+| `lane` | `target`, `draft`, `host` (compute), `link`, `disk` (a mapped store), `control` (instants, no duration) |
 | `kind` | see below |
 | `start_us`, `end_us` | microseconds since the request began; equal for instants |
 | `step` | 0 is the prefill, then one draft + verify round each; -1 where it has none |
 | `position` | place in the sequence of the token it was for, -1 where it has none |
 | `layer`, `expert` | MoE layer and expert, -1 where they have none |
 | `tokens` | rows computed (compute), rows that use the expert (`need`), horizon (`predict`), tokens committed (`commit`) |
-| `bytes` | bytes moved (`transfer`) or given up (`evict`), else 0 |
+| `bytes` | bytes moved (`transfer`), read (`read`) or given up (`evict`), else 0 |
 | `request_id` | ties `predict`, `transfer`, `stall`, `need`, `expert` of one copy together; -1 = no copy involved |
-| `reason` | `transfer`, `evict`: `demand`, `prefetch` · `predict`: its state then (`absent`, `loading`, `resident`) · `cancel`: why |
+| `reason` | `transfer`, `read`, `evict`: `demand`, `prefetch` · `predict`: `absent`, `loading`, `resident` then · `cancel`: why |
 | `outcome` | `need`: `hit`, `late`, `miss` · `transfer`: `used`, `wasted` · `predict`: `correct`, `wrong` · `commit`: `first` or `step` |
 | `value` | probability (`predict`), accepted drafts (`commit`), drafted tokens (`draft_length`) |
 
-Kinds. Compute: `attention` (a decoder layer up to its experts: attention, norms, router), `expert`, `head` (last norm,
-vocabulary, choice), `rebuild` (a full-precision expert out of code and residual), `plan` (the pipeline's own work).
-Waiting: `stall`. Link: `transfer`. Instants: `predict`, `need` (one for each expert of a layer call), `route` (one for
-each expert of each position, from step 1 on), `evict`, `cancel`, `draft_length`, `commit`.
+Kinds. Compute: `attention` (a decoder layer up to its experts: attention, norms, router), `expert`, `head` (last
+norm, vocabulary, choice), `rebuild` (a full-precision expert out of code and residual), `plan` (the pipeline's own
+work). Waiting: `stall`. Link: `transfer`. Disk: `read`, before the transfer of the same request. Instants: `predict`,
+`need` (one for each expert of a layer call), `route` (one for each expert of each position, from step 1 on;
+`rejected` where the position wasn't committed, else `accepted`), `evict`, `cancel`, `draft_length`, `commit`.
 """
 
 from __future__ import annotations
@@ -113,6 +114,7 @@ class TraceWriter:
         self.rows: list[tuple[Any, ...]] = []
         self._prediction_outcomes: dict[tuple[int, int], frozenset[int]] = {}
         self._used: set[int] = set()
+        self._committed: dict[int, int] = {}
 
     def add(
         self,
@@ -144,7 +146,8 @@ class TraceWriter:
         self._prediction_outcomes[step, layer] = frozenset(experts)
 
     def finish(self) -> Trace:
-        """The table, with the outcomes that only the end can tell (used or wasted, correct or wrong)."""
+        """The table, with the outcomes that only the end can tell (used or wasted, correct or wrong, accepted or rejected)."""
+        self._committed = {row[4]: row[5] for row in self.rows if row[1] == "commit"}
         return Trace.of([self._resolved(row) for row in self.rows], self.machine)
 
     def _resolved(self, row: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -153,6 +156,8 @@ class TraceWriter:
             outcome = "used" if request_id in self._used else "wasted"
         elif kind == "predict":
             outcome = "correct" if expert in self._prediction_outcomes.get((step, layer), ()) else "wrong"
+        elif kind == "route":  # a step commits the rows before the place that it ends at
+            outcome = "accepted" if row[5] < self._committed.get(step, -1) else "rejected"
         else:
             return row
         return (*row[:12], outcome, row[13])

@@ -201,6 +201,7 @@ class Prefetcher:
         return Transfer(
             request_id, key, size, reason, intent.step, slot, intent.position,
             source=self.store.blob(key), destination=self.residency.destination(key.layer, slot),
+            mapped=getattr(self.store, "mapped", False),
         )  # fmt: skip
 
     def _new_id(self) -> int:

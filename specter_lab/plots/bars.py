@@ -81,7 +81,7 @@ def trace_bars(trace: Trace, *, steps: tuple[int, int] | None = None, tokens: tu
         window_ms = (chosen[0].start_ms, max(step.end_ms for step in chosen))
         on_time = (table["start_ms"] < window_ms[1]) & (ends_ms > window_ms[0])
         in_steps = table["step"].between(chosen[0].step, chosen[-1].step)
-        table = table[np.where(table["lane"] == "link", on_time, in_steps)]
+        table = table[np.where(table["lane"].isin(["link", "disk"]), on_time, in_steps)]
     table = table.sort_values(["start_ms", "duration_ms"], kind="stable").reset_index(drop=True)
     return Bars(table, chosen, window_ms, *_totals(table, window_ms), trace.machine)
 

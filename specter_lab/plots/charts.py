@@ -149,7 +149,7 @@ def plot_steps(traces: Mapping[str, Trace], *, step: int, height: int | None = N
         bars = trace_bars(trace, steps=(step, step))
         begin, end = bars.window_ms
         parts.append(bars.table.assign(row=escape(name) + " · " + bars.table["lane"], begin_ms=bars.table["start_ms"] - begin))
-        lanes += [f"{escape(name)} · {lane}" for lane in ("draft", "target", "host", "link") if lane in set(bars.table["lane"])]
+        lanes += [f"{escape(name)} · {lane}" for lane in ("draft", "target", "host", "link", "disk") if lane in set(bars.table["lane"])]
         longest = max(longest, end - begin)
     table = pd.concat(parts)
     boxes = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-LANES = ("draft", "target", "link")
+LANES = ("draft", "target", "link", "disk")
 
 COLOURS: dict[str, str] = {
     "attention": "#7e94c5",
@@ -24,6 +24,7 @@ COLOURS: dict[str, str] = {
     "transfer: demand": "#c65d14",
     "transfer: prefetch used": "#0b7cd5",
     "transfer: prefetch wasted": "#8e6680",
+    "read": "#a0658f",
     "other": "#767676",
 }
 
@@ -40,6 +41,7 @@ MEANINGS: dict[str, str] = {
     "transfer: demand": "a copy that the router asked for",
     "transfer: prefetch used": "a copy that a prediction asked for, and that was computed with",
     "transfer: prefetch wasted": "a copy that a prediction asked for, and that nothing was computed with",
+    "read": "bytes of a mapped store from its file: from the disk, or what the system keeps of it in memory",
     "other": "a kind of event that this picture doesn't know",
 }
 

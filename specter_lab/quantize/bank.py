@@ -29,7 +29,8 @@ class ExpertBank:
 
     A layer is one contiguous (experts, blob_bytes) uint8 tensor. Layers may differ in experts and shapes; the
     experts of one layer are alike. ``name`` is such as "bfloat16", "qint8" or "qint4 group 128" (several group sizes
-    are all listed). A bank is a source itself: a dense one can be packed once more, into a draft's.
+    are all listed). ``mapped``: the blobs are in a file (see ``load``). A bank is a source itself: a dense one can be
+    packed once more, into a draft's.
 
     >>> from specter_lab.quantize import TensorSource
     >>> bank = ExpertBank.pack(TensorSource([[{"up_proj": torch.ones(16, 128)}] * 4]), "qint8")
@@ -37,8 +38,8 @@ class ExpertBank:
     ExpertBank(qint8, 1 layer, 4 experts, 8.4 kB)
     """
 
-    def __init__(self, format: Format, layers: Sequence[PackedLayer]) -> None:
-        self.format = format
+    def __init__(self, format: Format, layers: Sequence[PackedLayer], mapped: bool = False) -> None:
+        self.format, self.mapped = format, mapped
         self._layers = tuple(layers)
         self._own: dict[ExpertKey, Mapping[str, Tensor]] = {}
         groups = [text.rpartition(" ")[2] for text in self._formats() if "group" in text]
@@ -218,7 +219,7 @@ class ExpertBank:
                 wanted = (data["experts"], layer.layout.nbytes)
                 raise ValueError(f"Layer {i} in {folder} must have shape {wanted}; it has {tuple(rows.shape)}: save the bank anew")
             layers.append(layer.mapped(fast))
-        return cls(format_named(**header["format"]), layers)
+        return cls(format_named(**header["format"]), layers, mapped)
 
     def _formats(self) -> list[str]:
         """The quantised formats in use, in order."""

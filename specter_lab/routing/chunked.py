@@ -23,6 +23,8 @@ class ChunkedLookahead(NoPrediction):
     fifth, "late" one when drafting is over, "none" never, or a tuple of fractions of the draft length (SpecMoEOff
     at batch 1: (0.2, 0.6)).
 
+    A plan is for the whole window: its predictions have no position.
+
     Differs from the artifact: copies wait in software until the link is free, instead of being queued on it.
 
     Source: Specter's artifact, the adaptive chunk schedule; for the fractions its adaptation of SpecMoEOff (arXiv 2508.21706).
@@ -30,6 +32,8 @@ class ChunkedLookahead(NoPrediction):
     >>> ChunkedLookahead("early").boundaries(draft_length=10)
     [2]
     """
+
+    reads_routing = True
 
     def __init__(self, schedule: Schedule = "adaptive", first_draft_us: float = 1000.0) -> None:
         if isinstance(schedule, str) and schedule not in SCHEDULES:
@@ -76,14 +80,14 @@ class ChunkedLookahead(NoPrediction):
         done = horizon + 1
         if done not in self._boundaries:
             return ()
-        plan, new_bytes, full = self._plan(step, token.position, horizon)
+        plan, new_bytes, full = self._plan(step, horizon)
         if self.schedule == "adaptive" and not full:
             following = done + max(1, math.ceil(new_bytes / max(self.view.link_rate() * self.draft_us, 1e-9)))
             if following < self._length:
                 self._boundaries.append(following)
         return plan
 
-    def _plan(self, step: int, position: int, horizon: int) -> tuple[list[Prediction], int, bool]:
+    def _plan(self, step: int, horizon: int) -> tuple[list[Prediction], int, bool]:
         """The top M by count (then by id) of each layer, the bytes that are newly missing, and whether all plans are full."""
         assert self.view is not None
         plan, new_bytes, full = [], 0, True
@@ -93,7 +97,7 @@ class ChunkedLookahead(NoPrediction):
             full = full and len(top) == slots
             for expert in top:
                 key = ExpertKey(layer, expert)
-                plan.append(Prediction(step, position, key, counts[expert] / (horizon + 1), horizon))
+                plan.append(Prediction(step, -1, key, counts[expert] / (horizon + 1), horizon))
                 if key not in self._planned and self.view.absent(key):
                     new_bytes += self.view.blob_bytes(layer)
                 self._planned.add(key)

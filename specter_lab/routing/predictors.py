@@ -65,6 +65,7 @@ class DraftLookahead(NoPrediction):
     """
 
     name = "draft lookahead"
+    reads_routing = True
 
     def __init__(self, prior: float = 0.9, prior_weight: float = 8.0) -> None:
         if not 0 < prior <= 1 or prior_weight <= 0:

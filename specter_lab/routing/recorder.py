@@ -121,11 +121,10 @@ class RouterRecorder:
         def picked(module: nn.Module, args: tuple[Any, ...]) -> None:
             # every model passes hidden states, ids and weights by place; the names differ
             _, ids, weights = args[:3]
-            if self._open is None or layer in self._open:
-                state = "outside a forward" if self._open is None else "twice in one forward"
+            if self._open is None:
                 raise RuntimeError(
-                    f"A recorder expects each experts module once in a forward of the watched {type(self.model).__name__}; "
-                    f"that of MoE layer {layer} was called {state}. Call the whole model that you passed to RouterRecorder."
+                    f"A recorder expects each experts module inside a forward of the watched {type(self.model).__name__}; "
+                    f"that of MoE layer {layer} was called outside one. Call the whole model that you passed to RouterRecorder."
                 )
             if len(ids) != len(self._tokens):
                 raise ValueError(
@@ -135,7 +134,9 @@ class RouterRecorder:
             if weights.shape != ids.shape:  # some routers hand on a weight for every expert instead of the picked ones
                 weights = weights.gather(1, ids.clamp(max=weights.shape[1] - 1))
             skipped = ids >= self._expert_counts[layer]  # a router may send a token to no expert by an id past the last
-            self._open[layer] = (ids.detach().masked_fill(skipped, -1), weights.detach().masked_fill(skipped, 0))
+            picks = (ids.detach().masked_fill(skipped, -1), weights.detach().masked_fill(skipped, 0))
+            before = self._open.get(layer)  # a model may run through a layer several times: all its picks there count
+            self._open[layer] = picks if before is None else (torch.cat([before[0], picks[0]], 1), torch.cat([before[1], picks[1]], 1))
 
         return picked
 

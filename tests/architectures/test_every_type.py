@@ -17,6 +17,7 @@ import transformers
 
 import specter_lab as sl
 from specter_lab.architectures import Architecture, as_markdown, discover, examine, in_registry
+from specter_lab.records import ExpertKey
 from tests.architectures.conftest import NEW, build
 from tests.drafters import Knowing
 from tests.invariants import check_trace
@@ -42,36 +43,65 @@ def row_of(model_type: str) -> Architecture:
 
 @pytest.mark.parametrize("model_type", TAKEN)
 def test_the_whole_loop_gives_the_models_own_tokens(model_type: str) -> None:
-    """Two slots a layer, forgotten ones poisoned; a quantized self-draft with lookahead, always wrong and right drafts, the gate."""
+    """Cases 1, 16, 45 and 48. Two slots a layer, forgotten ones poisoned; a quantized self-draft with lookahead, always wrong
+    and always right drafts, the gate.
+
+    Each assembly proves that it was at work: experts crossed the link, some ahead of their use; the draft is in few bits.
+    """
     row, built = row_of(model_type), build(model_type)
     moe, vocabulary = built.moe, built.moe.geometry.vocab_size
     assert row.without_drafter, row.reason
     assemblies = {"next-layer gate": {"predictor": sl.NextLayerGate(moe)}}
     if row.supported:
         assemblies |= {
-            "lookahead": {"drafter": sl.SelfDrafter(moe.quantize("qint8")), "predictor": sl.DraftLookahead(), "draft_length": 4},
+            "lookahead": {"drafter": sl.SelfDrafter(quantized(moe)), "predictor": sl.DraftLookahead(), "draft_length": 4},
             "all rejected": {"drafter": Knowing(built.own, 6, 0, vocabulary), "draft_length": 4},
             "all accepted": {"drafter": Knowing(built.own, 6, 4, vocabulary), "draft_length": 4},
         }
     figures = {}
     with moe:
         for name, pieces in assemblies.items():
-            with sl.Pipeline(moe, slots=2, poison=True, machine=sl.SimulatedMachine(0.05), **pieces) as pipeline:
+            machine = sl.SimulatedMachine(0.2)
+            with sl.Pipeline(moe, slots=2, poison=True, machine=machine, **pieces) as pipeline, sl.RouterRecorder(moe) as recorder:
                 run = pipeline.generate(built.prompt, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
             assert run.new_ids == built.own, f"{name}: {run.new_ids} instead of {built.own}"
             figures[name] = run.metrics
             if model_type != "inkling2_loop_text":  # its layers run three times in a pass, and may be fetched as often
                 check_trace(run.trace, pipeline.plan.slots, [moe.store.blob_bytes(layer) for layer in range(moe.layers)])
-            assert len(run.trace.of_kind("transfer")), "nothing was offloaded"
+            assert all(p.is_meta for module in moe.seam.modules for p in module._parameters.values())
+            moved = run.trace.of_kind("transfer")
+            assert (moved["reason"] == "demand").any(), "nothing was offloaded"
+            if name in ("next-layer gate", "lookahead"):
+                ahead = moved[moved["reason"] == "prefetch"]
+                assert (ahead["outcome"] == "used").any(), f"{name} fetched nothing ahead of its use"
+            drafted = run.trace.events[run.trace.events["lane"] == "draft"]
+            assert set(drafted["kind"]) == ({"attention", "expert", "head"} if name == "lookahead" else set())
+            judged = run.trace.of_kind("draft_length")["value"].sum()
+            committed = run.trace.of_kind("commit")["tokens"].sum()
+            assert committed == NEW and len(recorder.log) >= 6 + NEW - 1 + (judged if name == "lookahead" else 0)
     predicted = {name for name, metrics in figures.items() if metrics["recall"]}
     if row.supported:
         assert figures["all rejected"]["acceptance_rate"] == 0 and figures["all accepted"]["acceptance_rate"] == 1
+        assert figures["lookahead"]["acceptance_rate"] > 0 and figures["lookahead"]["steps"] < NEW
         assert predicted == {"next-layer gate", "lookahead"}
     else:
         assert predicted == {"next-layer gate"}
         with pytest.raises(ValueError, match=r"can't be rolled back: .* Leave out the drafter"):
             sl.Pipeline(moe, drafter=sl.PromptLookupDrafter())
         assert not moe.seam.attached
+
+
+def quantized(moe: sl.MoE) -> sl.ExpertBank:
+    """A draft's experts: every matrix in four bits, and another one than the target's."""
+    bank = moe.quantize("qint4")
+    assert bank.name.startswith("qint4") and bank.layers == moe.layers
+    for key in (ExpertKey(layer, expert) for layer in range(moe.layers) for expert in range(moe.experts(layer))):
+        own, low = moe.tensors(key), bank.own_weights(key)
+        matrices = [name for name, tensor in own.items() if tensor.ndim == 2]
+        assert matrices and all(low[name].qtype.name == "qint4" for name in matrices)
+        sides = (low[name].dequantize().T if moe.transposed(key.layer) else low[name].dequantize() for name in matrices)
+        assert not any(torch.equal(side.to(own[name]), own[name]) for name, side in zip(matrices, sides, strict=True))
+    return bank
 
 
 @pytest.mark.parametrize("model_type", TAKEN)

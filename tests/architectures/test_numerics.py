@@ -80,6 +80,7 @@ def exact(model: Any) -> sl.MoE:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_offloaded_logits_are_the_eager_ones(family: str, dtype: torch.dtype) -> None:
+    """Cases 16 and 50: each row of the table above, in both precisions."""
     model_type, changes, _ = FAMILIES[family]
     exact(tiny_model(model_type, dtype=dtype, **changes))
 
@@ -102,7 +103,7 @@ def test_sums_are_in_the_dtype_that_the_eager_experts_use() -> None:
 
 
 def test_layers_with_different_numbers_of_experts() -> None:
-    """Each layer has its own count, slots and bytes."""
+    """Case 52. Each layer has its own count, slots and bytes."""
     model = tiny_model("mixtral")
     for layer, count in enumerate((4, 8, 6)):
         block = model.model.layers[layer].mlp
@@ -175,7 +176,7 @@ def test_an_expert_chosen_twice_counts_twice(rows: int) -> None:
 
 
 def test_weights_for_every_expert_are_read_at_the_chosen_ones() -> None:
-    """Some routers hand on (positions, experts) weights instead of (positions, experts_per_token)."""
+    """Case 50. Some routers hand on (positions, experts) weights instead of (positions, experts_per_token)."""
     model = tiny_model("mixtral")
     moe = sl.load_moe(model)
     own = logits(moe, IDS)
@@ -184,8 +185,36 @@ def test_weights_for_every_expert_are_read_at_the_chosen_ones() -> None:
     assert torch.equal(logits(moe, IDS), own)
 
 
+@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "phimoe"])
+def test_transformers_other_ways_to_compute_experts_agree(model_type: str, implementation: str) -> None:
+    """Case 50: parity across eager, batched and grouped, up to rounding; the offloaded experts are the eager ones bit for bit."""
+    moe = sl.load_moe(tiny_model(model_type))
+    served = logits(moe, IDS)
+    moe.model.set_experts_implementation(implementation)
+    with torch.no_grad():
+        assert torch.allclose(moe.model(IDS).logits, served, atol=1e-4)
+
+
+def test_shared_experts_and_dense_layers_stay_where_they_are() -> None:
+    """Case 52: never offloaded, never counted; a decoder layer's number is kept beside the number of the MoE layer."""
+    moe = sl.load_moe(tiny_model("deepseek_v3", num_hidden_layers=4, first_k_dense_replace=2))
+    g = moe.geometry
+    assert (g.decoder_layers, g.dense_layers, g.experts) == ((2, 3), 2, (8, 8)) and g.shared_expert_bytes == 2 * 3 * 32 * 16 * 4
+    own = moe.own_generate(IDS, max_new_tokens=6, do_sample=False, eos_token_id=None)[0].tolist()
+    with sl.Pipeline(moe, slots=2, machine=sl.SimulatedMachine()) as pipeline, sl.RouterRecorder(moe) as recorder:
+        shared = [p for name, p in moe.model.named_parameters() if "shared_experts" in name]
+        assert len(shared) == 6 and not any(p.is_meta for p in shared)
+        assert moe.store.nbytes == 2 * 8 * moe.store.blob_bytes(0) and moe.store.blob_bytes(0) == g.expert_bytes[0]
+        run = pipeline.generate(IDS, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    assert list(run.ids) == own and recorder.log.decoder_layers == (2, 3)
+    needs = run.trace.of_kind("need")
+    assert set(needs["layer"]) == {0, 1} and needs["expert"].max() < 8
+    assert needs[needs["step"] > 0].groupby(["step", "layer"]).size().max() == 2
+
+
 def test_the_gate_half_and_the_up_half() -> None:
-    """Which half of the fused tensor is the gate: the wrong one would pass for a model, but not for this sum."""
+    """Case 53. Which half of the fused tensor is the gate: the wrong one would pass for a model, but not for this sum."""
     moe = sl.load_moe(tiny_model("mixtral"))
     weights = moe.tensors(ExpertKey(1, 3))
     row = torch.randn(1, 32, generator=torch.Generator().manual_seed(0))

@@ -63,7 +63,7 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize(("kind", "drafted"), CASES)
 def test_the_cache_ends_as_plain_decoding_leaves_it(kind: str, drafted: str) -> None:
-    """The prompt is shorter than the window for some, longer for others; the output always slides."""
+    """Case 43. The prompt is shorter than the window for some, longer for others; the output always slides."""
     right, length = DRAFTED[drafted]
     new = NEW if drafted.startswith("all") else 60
     moe, prompt, own, cache = plain(kind, 3 if right else 11, new)
@@ -107,6 +107,7 @@ def test_without_a_drafter_a_recurrent_state_is_the_models_own() -> None:
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "granitemoehybrid", "jamba", "nemotron_h", "minimax", "zaya"])
 def test_a_state_that_cannot_be_taken_back_is_refused(model_type: str) -> None:
+    """Case 44."""
     moe = sl.load_moe(tiny_model(model_type))
     with pytest.raises(ValueError, match=r"Rejected drafts are taken back .* says that it can't\. Leave out the drafter \(prompt lookup\)"):
         sl.Pipeline(moe, drafter=sl.PromptLookupDrafter())
@@ -114,7 +115,7 @@ def test_a_state_that_cannot_be_taken_back_is_refused(model_type: str) -> None:
 
 
 def test_a_cache_that_only_says_it_can_be_taken_back_is_found_out() -> None:
-    """DeepSeek-V4's layers inherit a yes from sliding ones, but their compressors keep what they read."""
+    """Case 44. DeepSeek-V4's layers inherit a yes from sliding ones, but their compressors keep what they read."""
     moe = sl.load_moe(tiny_model("deepseek_v4"))
     with torch.no_grad():
         assert moe.model(torch.tensor([[3, 4]]), use_cache=True).cache.is_croppable

@@ -51,6 +51,7 @@ def own(request, folder):
 
 @pytest.mark.parametrize("dequantize", [False, True])
 def test_experts_and_logits_are_those_of_transformers(folder, own, dequantize):
+    """Case 55."""
     dtype, model = own
     moe = sl.load_moe(folder, dtype=dtype, dequantize=dequantize)
     assert moe.store.name == (("float16" if dtype == "float16" else "bfloat16") if dequantize else "mxfp4")
@@ -95,7 +96,7 @@ def test_prepared_it_stays_packed(folder, tmp_path):
 
 
 def test_unpacking_says_what_it_takes_before_it_begins(folder, monkeypatch):
-    """From headers alone, for both ways in which all experts are unpacked."""
+    """Case 55. From headers alone, for both ways in which all experts are unpacked."""
     monkeypatch.setattr(streamed_module, "available_bytes", lambda: 700_000)
     packed = 3 * 8 * ((192 * 64 + 64 * 96) * 17 // 32 + (192 + 64) * 2)
     wide = 3 * 8 * (192 * 64 + 64 * 96 + 192 + 64) * 2

@@ -192,6 +192,26 @@ def test_an_ordinary_model_loaded_with_a_device_map_is_whole_after_close(checkpo
     assert torch.equal(moe.model(IDS).logits, before)
 
 
+def offloaded(folder, places, offload_folder):
+    return AutoModelForCausalLM.from_pretrained(folder, device_map=places, dtype="float32", offload_folder=offload_folder).eval()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_weights_that_a_device_map_left_on_disk_are_named(checkpoint, tmp_path):
+    """Case 11: on disk in part or in full, tied or not; never a value read from a meta tensor."""
+    folder = checkpoint("mixtral", tie_word_embeddings=True)
+    everywhere = offloaded(folder, {"": "disk"}, tmp_path / "a")
+    with pytest.raises(ValueError, match=r"on the meta device, for instance model\.embed_tokens\.weight: a device_map left them"):
+        sl.load_moe(everywhere)
+    parts = [name for name, module in everywhere.named_modules() if any(True for _ in module.parameters(recurse=False))]
+    places = {name: "disk" if name == "model.layers.1.mlp.experts" else "cpu" for name in parts}
+    partly = offloaded(folder, places, tmp_path / "b")
+    moe = sl.load_moe(partly)
+    with pytest.raises(ValueError, match=r"2 of .* are on the meta device, for instance model\.layers\.1\.mlp\.experts\..*mapped=True"):
+        moe.attach()
+    assert not moe.seam.attached and torch.equal(partly(IDS).logits, sl.load_moe(folder, stream=False).model(IDS).logits)
+
+
 def test_drafts_straight_from_a_checkpoint_are_those_of_the_model(checkpoint):
     with StreamedModel(checkpoint("gpt_oss")) as streamed:
         bank = sl.ExpertBank.pack(streamed.experts, "qint8")

@@ -17,7 +17,7 @@ def test_without_a_gpu_it_says_so():
 
 @gpu
 def test_a_slot_reused_at_once_never_shows_old_or_torn_bytes():
-    """Large copies into the same two slots, each read by a long kernel right after: every sum is the source's."""
+    """Case 23. Large copies into the same two slots, each read by a long kernel right after: every sum is the source's."""
     from tests.toy import ToyRun, ToyStore, call
 
     class Large(ToyStore):

@@ -73,6 +73,7 @@ def test_late_arrival_counts_as_late_and_is_not_fetched_again():
 
 
 def test_waves_with_one_slot_fetch_each_expert_once():
+    """Case 20."""
     run = ToyRun(ToyStore(1, 4), [1])
     run.run_pass(0, [call(0, [0, 1], [2, 3], [0, 3])])
     trace = run.finish()
@@ -125,6 +126,7 @@ def test_invariants_and_repeatability(case):
 
 
 def test_a_wait_that_cannot_end_is_an_error_not_a_hang():
+    """Case 19."""
     run = ToyRun(ToyStore(1, 2), [1])
     with pytest.raises(RuntimeError, match="A wait must end"):
         run.machine.wait((0, 1), 99, step=0)

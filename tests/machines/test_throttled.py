@@ -64,6 +64,7 @@ def test_short_copies_are_carried_out_by_the_thread_that_asks_and_never_faster_t
 
 
 def test_invariants_hold_on_the_wall_clock():
+    """Case 18: link thread and compute share one owner of the slots' states; nothing is served before it arrived."""
     run = ToyRun(ToyStore(3, 6, size=4096), [2, 1, 3], ThrottledMachine(0.02))
     generator = torch.Generator().manual_seed(0)
     for step in range(6):

@@ -57,7 +57,7 @@ def test_a_decided_step_cancels_its_intents_but_not_later_ones():
 
 
 def test_prefetches_neither_evict_what_is_wanted_nor_take_the_last_slot():
-    """Two slots, three wanted: the first stays; the second may load once the first is resident; the third has no place."""
+    """Case 19. Two slots, three wanted: the first stays; the second may load once the first is resident; the third has no place."""
     run = ToyRun(ToyStore(1, 4), [2])
     run.want(1, (0, 0), (0, 1), (0, 2))
     for _ in range(10):

@@ -34,7 +34,7 @@ def test_a_bank_is_an_expert_store(format_name: str, make_source: Make) -> None:
 
 
 def test_experts_are_quantised_and_small(quantised_name: str, make_source: Make) -> None:
-    """bitsandbytes #1849: experts stayed in full precision without a word."""
+    """Case 1. bitsandbytes #1849: experts stayed in full precision without a word."""
     source = make_source(torch.bfloat16)
     bank = ExpertBank.pack(source, quantised_name)
     for key in KEYS:
@@ -48,6 +48,7 @@ def test_experts_are_quantised_and_small(quantised_name: str, make_source: Make)
 
 
 def test_report_accounts_for_every_byte(format_name: str, make_source: Make) -> None:
+    """Case 1: bytes before and after, by component."""
     source = make_source()
     bank = ExpertBank.pack(source, format_name)
     report = bank.report()

@@ -61,6 +61,7 @@ def test_everything_is_aligned_and_counted(format_name: str, make_source: Callab
 @pytest.mark.parametrize("make_mode", [torch.inference_mode, torch.no_grad, nullcontext])
 @pytest.mark.parametrize("use_mode", [torch.inference_mode, torch.no_grad, nullcontext])
 def test_made_in_any_mode_used_in_any_mode(format_name: str, make_mode, use_mode, make_source: Callable[..., TensorSource]) -> None:
+    """Case 3: each format, in both of torch's modes."""
     with make_mode():
         tensors = packed_expert(format_name, make_source())
         layout = BlobLayout.of(tensors)

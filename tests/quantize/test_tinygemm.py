@@ -38,6 +38,7 @@ def test_portable_and_back_changes_no_bit(row_length: int, offset: float) -> Non
 
 @pytest.mark.parametrize("op", ["_convert_weight_to_int4pack_for_cpu", "_weight_int4pack_mm_for_cpu"])
 def test_a_broken_kernel_means_the_plain_class_and_one_warning(monkeypatch: pytest.MonkeyPatch, forget: None, make_source, op: str) -> None:
+    """Case 4."""
     def broken(*args: object, **kwargs: object) -> None:
         raise RuntimeError("this op has changed")
 
@@ -51,6 +52,7 @@ def test_a_broken_kernel_means_the_plain_class_and_one_warning(monkeypatch: pyte
 
 
 def test_a_kernel_that_computes_something_else_is_noticed(monkeypatch: pytest.MonkeyPatch, forget: None) -> None:
+    """Case 4: still within tolerance of the float weights."""
     original = torch._convert_weight_to_int4pack_for_cpu
     monkeypatch.setattr(torch, "_convert_weight_to_int4pack_for_cpu", lambda t, innerKTiles: original(t.flip(0), innerKTiles))
     weight = torch.randn(32, 64)

@@ -54,6 +54,7 @@ def saved(folder: Path, make_source: Callable[..., TensorSource]) -> ExpertBank:
 
 
 def test_a_fresh_process_without_a_compiler(folder: Path, saved: ExpertBank) -> None:
+    """Case 6."""
     env = {**os.environ, "PATH": "", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run([sys.executable, "-W", "error", "-c", SCRIPT, str(folder)], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 9, done.stderr

@@ -18,14 +18,23 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
 from specter_lab.decoding import Decoding
 from specter_lab.recipes import tiny_model
 from specter_lab.records import DraftToken
+from specter_lab.speculate.drafters import PromptLookupDrafter, SelfDrafter
 
-VOCABULARY, PROMPT, NEW, RUNS = 3, [2, 1, 0, 2], 4, 1000
+VOCABULARY, PROMPT, NEW, RUNS = 3, [2, 1, 0, 2], 4, 700
 TABLE = torch.randn(VOCABULARY, VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1)) * 1.5
+
+
+class Parity(LogitsProcessor):
+    """Dislikes what the place of the token says: it depends on the drafted prefix."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores - 2.0 * (torch.arange(VOCABULARY) == input_ids.shape[1] % VOCABULARY)
+
 
 PROCESSORS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.6, "top_k": 0},
@@ -33,6 +42,8 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "top-p": {"top_k": 0, "top_p": 0.7},
     "min-p": {"top_k": 0, "min_p": 0.2},
     "repetition penalty": {"top_k": 0, "repetition_penalty": 1.8},
+    "bad words": {"top_k": 0, "bad_words_ids": [[1, 0], [2, 2]]},
+    "a processor of one's own": {"top_k": 0, "logits_processor": LogitsProcessorList([Parity()])},
     "all of them": {"temperature": 1.4, "top_k": 2, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.3},
 }
 
@@ -51,17 +62,32 @@ class Cache:
         pass
 
 
-def toy(input_ids: Tensor, cache: Cache, use_cache: bool, logits_to_keep: int = 0) -> Any:
-    """Logits by what the cache and the input say were the last two tokens: a rollback that failed would show."""
-    rows = []
-    for token in input_ids[0].tolist():
-        cache.read.append(token)
-        rows.append(TABLE[cache.read[-2] if len(cache.read) > 1 else 0, token])
-    return SimpleNamespace(logits=torch.stack(rows)[None], cache=cache)
+class Toy:
+    """The model, and the seam that puts a draft's experts in it: then logits come from that bank's table."""
+
+    modules = ()
+
+    def __init__(self, table: Tensor) -> None:
+        self.table = self.now = table
+
+    @contextmanager
+    def serving(self, server: Any) -> Iterator[list[Any]]:
+        bank = getattr(server, "bank", None)
+        self.now = self.table if bank is None else bank.table
+        yield []
+        self.now = self.table
+
+    def __call__(self, input_ids: Tensor, cache: Cache, use_cache: bool, logits_to_keep: int = 0) -> Any:
+        """Logits by what the cache and the input say were the last two tokens: a rollback that failed would show."""
+        rows = []
+        for token in input_ids[0].tolist():
+            cache.read.append(token)
+            rows.append(self.now[cache.read[-2] if len(cache.read) > 1 else 0, token])
+        return SimpleNamespace(logits=torch.stack(rows)[None], cache=cache)
 
 
 class Drafter:
-    """The toy itself as a draft: proposes from its own distribution, or ("low") from one that dislikes what the target likes."""
+    """Proposes from the target's own distribution, or ("low") from one that dislikes what the target likes."""
 
     name = "toy"
 
@@ -71,7 +97,7 @@ class Drafter:
     def draft(self, context: Any, length: int) -> Iterator[DraftToken]:
         token, prefix = int(context.ids[0, -1]), list[int]()
         for _ in range(length):
-            logits, unchosen = context.forward(token, None)
+            logits, unchosen = context.forward(token, SimpleNamespace(table=TABLE))
             token, probs = context.choose(logits, prefix)
             if self.low:
                 probs = (1 - probs) ** 4
@@ -84,14 +110,6 @@ class Drafter:
         self.proposed, self.accepted = self.proposed + len(drafted), self.accepted + accepted
 
 
-class Seam:
-    modules = ()
-
-    @contextmanager
-    def serving(self, server: Any) -> Iterator[list[Any]]:
-        yield []
-
-
 def loop(decoding: Decoding) -> None:
     server: Any = SimpleNamespace(step=1)
     committed = decoding.prefill(server)
@@ -101,43 +119,44 @@ def loop(decoding: Decoding) -> None:
         decoding.drafter.learn(drafted, committed.accepted)  # type: ignore[union-attr]
 
 
-def processors_of(config: GenerationConfig) -> LogitsProcessorList:
+def processors_of(config: GenerationConfig, own: LogitsProcessorList | None = None) -> LogitsProcessorList:
     model = tiny_model("mixtral", vocab_size=8)
     ids = torch.tensor([PROMPT])
     model._prepare_special_tokens(config, False, device=ids.device)
     made: LogitsProcessorList = model._get_logits_processor(
-        config, input_ids_seq_length=len(PROMPT), logits_processor=LogitsProcessorList()
+        config, input_ids_seq_length=len(PROMPT), logits_processor=own or LogitsProcessorList()
     )
     return made
 
 
-def exact(processors: LogitsProcessorList) -> Tensor:
+def exact(processors: LogitsProcessorList, table: Tensor) -> Tensor:
     """(3, 3, 3, 3): the probability of each four tokens."""
     joint = torch.zeros((VOCABULARY,) * NEW, dtype=torch.float64)
     for outcome in itertools.product(range(VOCABULARY), repeat=NEW):
         text, probability = list(PROMPT), 1.0
         for token in outcome:
-            scores = processors(torch.tensor([text]), TABLE[text[-2], text[-1]][None].clone())
+            scores = processors(torch.tensor([text]), table[text[-2], text[-1]][None].clone())
             probability *= float(scores.softmax(-1)[0, token])
             text.append(token)
         joint[outcome] = probability
     return joint
 
 
-@pytest.mark.parametrize("acceptance", ["high", "low"])
-@pytest.mark.parametrize("processor", PROCESSORS)
-def test_tokens_are_distributed_as_the_targets(processor: str, acceptance: str) -> None:
-    config = GenerationConfig(do_sample=True, **PROCESSORS[processor])
-    processors = processors_of(config)
-    joint, counts, drafter = exact(processors), torch.zeros((VOCABULARY,) * NEW), Drafter(acceptance == "low")
+def sample(options: dict[str, Any], drafter: Any, table: Tensor = TABLE) -> None:
+    """Many seeds through the real decoding; their frequencies must be those of the target alone."""
+    options = dict(options)
+    own = options.pop("logits_processor", None)
+    config = GenerationConfig(do_sample=True, **options)
+    processors, target = processors_of(config, own), Toy(table)
+    joint, counts = exact(processors, table), torch.zeros((VOCABULARY,) * NEW)
     config.max_length, config.eos_token_id = len(PROMPT) + NEW, None
     criteria = StoppingCriteriaList([MaxLengthCriteria(config.max_length)])
     machine: Any = SimpleNamespace(compute=lambda *args, **kwargs: None)
     for seed in range(RUNS):
         generator = torch.Generator().manual_seed(seed)
-        decoding = Decoding(Seam(), machine, drafter, loop, generator=generator, streamer=None)  # type: ignore[arg-type]
+        decoding = Decoding(target, machine, drafter, loop, generator=generator, streamer=None)  # type: ignore[arg-type]
         ids = decoding.decode(
-            toy, torch.tensor([PROMPT]), logits_processor=processors, stopping_criteria=criteria, generation_config=config, cache=Cache()
+            target, torch.tensor([PROMPT]), logits_processor=processors, stopping_criteria=criteria, generation_config=config, cache=Cache()
         )
         counts[tuple(ids[0, -NEW:].tolist())] += 1
     assert float(counts[joint == 0].sum()) == 0, "something impossible was sampled"
@@ -146,6 +165,42 @@ def test_tokens_are_distributed_as_the_targets(processor: str, acceptance: str) 
     bins = torch.stack([torch.cat([part[~rare], part[rare].sum()[None]]).double() for part in (seen, expected)])
     bins = bins[:, bins[1] > 0]
     assert chisquare(bins[0].numpy(), bins[1].numpy()).pvalue > 1e-3
+    assert torch.count_nonzero(joint) >= 6
+
+
+@pytest.mark.parametrize("acceptance", ["high", "low"])
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_tokens_are_distributed_as_the_targets(processor: str, acceptance: str) -> None:
+    """Cases 32 and 34: drafts that are always and hardly ever accepted, the same processors on both sides."""
+    drafter = Drafter(acceptance == "low")
+    sample(PROCESSORS[processor], drafter)
     rate = drafter.accepted / drafter.proposed
     assert rate > 0.99 if acceptance == "high" else rate < 0.5
-    assert torch.count_nonzero(joint) >= 6
+
+
+class Counted:
+    """A drafter of the package, and how many of its tokens were accepted."""
+
+    def __init__(self, drafter: Any) -> None:
+        self.draft, self.name, self.proposed, self.accepted = drafter.draft, drafter.name, 0, 0
+
+    def learn(self, drafted: Any, accepted: int) -> None:
+        self.proposed, self.accepted = self.proposed + len(drafted), self.accepted + accepted
+
+
+REPEATING = torch.eye(VOCABULARY)[:, None].expand(-1, VOCABULARY, -1) * 3.0  # likes the last token but one: 0 2 0 2 ...
+DRAFTERS: dict[str, tuple[Any, Tensor, tuple[float, float]]] = {  # the drafter, the target's table, between which rates
+    "self-draft near the target": (SelfDrafter(SimpleNamespace(name="near", table=TABLE * 0.9)), TABLE, (0.9, 0.999)),
+    "self-draft far from it": (SelfDrafter(SimpleNamespace(name="far", table=-TABLE)), TABLE, (0.05, 0.5)),
+    "lookup in a text that repeats": (PromptLookupDrafter(2), REPEATING, (0.6, 1.0)),
+    "lookup in one that doesn't": (PromptLookupDrafter(2), -REPEATING, (0.0, 0.5)),
+}
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_each_drafter_leaves_the_distribution_alone(kind: str) -> None:
+    """Case 32, for the drafters of the package."""
+    drafter, table, (least, most) = DRAFTERS[kind]
+    counted = Counted(drafter)
+    sample({"temperature": 1.2, "top_k": 0, "top_p": 0.97, "repetition_penalty": 1.1}, counted, table)
+    assert counted.proposed > RUNS / 4 and least <= counted.accepted / counted.proposed <= most
