@@ -129,13 +129,15 @@ def _compiler() -> str | None:
 
 
 @cache
-def _build() -> tuple[Any, str]:
-    """The C function, tried out; or None and why not. In a folder of this process alone: no stale code, nobody else's."""
+def library() -> tuple[ctypes.CDLL | None, str]:
+    """rebuild.c, compiled; or None and why not. In a folder of this process alone: no stale code, nobody else's.
+
+    >>> (library()[0] is None) == bool(library()[1])
+    True
+    """
     compiler = _compiler()
     if compiler is None:
         return None, "no C compiler (cc, gcc, clang) is on the PATH"
-    if not tinygemm_block_rows():
-        return None, "torch's int4 layout on this CPU is not one that rebuild.c reads"
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         target = str(Path(folder) / "rebuild.so")
         for native in (["-march=native"], []):
@@ -146,10 +148,24 @@ def _build() -> tuple[Any, str]:
         else:
             return None, f"{compiler} fails: {(done.stderr.strip() or 'it says nothing').splitlines()[0]}"
         try:
-            function = ctypes.CDLL(target).rebuild  # it stays loaded when its file is gone
-            _try_out(CompiledRebuild(function))
-        except Exception as error:  # whatever this computer does differently: plain torch computes the same, only slower
+            return ctypes.CDLL(target), ""  # it stays loaded when its file is gone
+        except OSError as error:
             return None, f"{type(error).__name__}: {error}"
+
+
+@cache
+def _build() -> tuple[Any, str]:
+    """The C function, tried out; or None and why not."""
+    compiled, reason = library()
+    if compiled is None:
+        return None, reason
+    if not tinygemm_block_rows():
+        return None, "torch's int4 layout on this CPU is not one that rebuild.c reads"
+    try:
+        function = compiled.rebuild
+        _try_out(CompiledRebuild(function))
+    except Exception as error:  # whatever this computer does differently: plain torch computes the same, only slower
+        return None, f"{type(error).__name__}: {error}"
     return function, ""
 
 

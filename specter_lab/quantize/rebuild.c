@@ -192,3 +192,24 @@ void rebuild(const tensor *tensors, const int64_t *widths, const int64_t *sizes,
         }
     }
 }
+
+/* The compiled twin of decompress in compressed.py: n words (a multiple of 8) out of their planes and escapes. */
+void decompress(const uint8_t *low, const uint8_t *two, const uint8_t *one, const uint8_t *escapes, int64_t n, int64_t top, uint16_t *out) {
+    int64_t eighth = n / 8;
+    uint16_t lowest = (uint16_t)((top - 7) << 7);
+    for (int part = 0; part < 8; part++) {
+        const uint8_t *l = low + part * eighth, *t = two + part % 2 * eighth;
+        uint16_t *o = out + part * eighth;
+        for (int64_t j = 0; j < eighth; j++) {
+            uint16_t index = (uint16_t)((t[j] >> (part / 2 * 2) & 3) | (one[j] >> part & 1) << 2), m = l[j];
+            o[j] = (uint16_t)((m & 128) << 8 | (m & 127) | (uint16_t)(top - index) << 7);
+        }
+    }
+    for (int64_t start = 0; start < n; start += 32) {
+        uint16_t any = 0;
+        int64_t end = start + 32 < n ? start + 32 : n;
+        for (int64_t j = start; j < end; j++) any |= (out[j] & 0x7f80) == lowest;
+        for (int64_t j = start; any && j < end; j++)
+            if ((out[j] & 0x7f80) == lowest) out[j] = (uint16_t)((out[j] & 0x807f) | (uint16_t)*escapes++ << 7);
+    }
+}
