@@ -23,7 +23,9 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from specter_lab.decoding import Decoding
 from specter_lab.recipes import tiny_model
 from specter_lab.records import DraftToken
+from specter_lab.speculate.choice import Chooser
 from specter_lab.speculate.drafters import PromptLookupDrafter, SelfDrafter
+from specter_lab.speculate.verification import verify_sampled
 
 VOCABULARY, PROMPT, NEW, RUNS = 3, [2, 1, 0, 2], 4, 700
 TABLE = torch.randn(VOCABULARY, VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1)) * 1.5
@@ -204,3 +206,19 @@ def test_each_drafter_leaves_the_distribution_alone(kind: str) -> None:
     counted = Counted(drafter)
     sample({"temperature": 1.2, "top_k": 0, "top_p": 0.97, "repetition_penalty": 1.1}, counted, table)
     assert counted.proposed > RUNS / 4 and least <= counted.accepted / counted.proposed <= most
+
+
+def test_draw_and_ratio_come_from_one_float32_distribution() -> None:
+    """Case 34, in half precision: a draft with the target's own logits always stands, since nothing is rounded in between."""
+    config = GenerationConfig(do_sample=True, temperature=0.7, top_k=5, top_p=0.9, repetition_penalty=1.2)
+    generator = torch.Generator().manual_seed(0)
+    chooser = Chooser(processors_of(config), do_sample=True, generator=generator)
+    ids = torch.tensor([PROMPT])
+    for _ in range(200):
+        logits = torch.randn(8, generator=generator).to(torch.bfloat16)
+        before = logits.clone()
+        token, probs = chooser.choose(ids, [1], logits)
+        target = chooser.probs(ids, [1], logits)
+        assert probs is not None and probs.dtype == target.dtype == torch.float32 and torch.equal(probs, target)
+        assert torch.equal(logits, before), "processors changed the caller's logits"
+        assert verify_sampled([DraftToken(token, 0, probs=probs)], lambda i, row=target: row, generator).accepted == 1
