@@ -22,6 +22,7 @@ from specter_lab.offload.misses import SplitByFinish
 from specter_lab.oracle import oracle
 from specter_lab.pieces import ExpertStore
 from specter_lab.pipeline import Pipeline
+from specter_lab.plans import planned, try_plans
 from specter_lab.replay import ReplayTarget
 from specter_lab.routing.activation import ActivationAware, RecordedRequest
 from specter_lab.routing.chunked import ChunkedLookahead, Schedule
@@ -189,17 +190,22 @@ def residual_lookahead(target: Target, *, bank: ExpertStore | None = None, **opt
     return _build(target, options, drafter=_self_draft(target, bank), **pieces)
 
 
-def specter_plus(target: Target, *, bank: ExpertStore | None = None, **options: Any) -> Pipeline:
-    """``residual_lookahead``, and the host computes the misses that the link couldn't bring in time.
+def specter_plus(
+    target: Target, *, bank: ExpertStore | None = None, plan: str | None = None, trial: Sequence[Any] = (), **options: Any
+) -> Pipeline:
+    """The best of our plans for this target, machine and memory: see ``plans.planned`` for what each is made of.
 
-    Fewer bytes, a window of tokens for each read of an expert, and the host beside the link: no single one of them beats
-    the draft-free rivals that may use the host.
+    Fewer bytes for each expert, a window of tokens for each read where a draft is worth its memory, slots by expected
+    use, and the host beside the link: no single one of them beats the draft-free rivals that may use the host. ``plan``:
+    one of ``plans.PLANS``; without it, the fastest on the texts of ``trial``, or "residual" if there are none.
 
     >>> import specter_lab as sl
     >>> with sl.baselines.specter_plus(sl.load_moe("tiny-moe")) as pipeline: pipeline.assembly.split.name
     'split by finish'
     """
-    return residual_lookahead(target, bank=bank, **{"split": SplitByFinish(), **options})
+    if plan is None:
+        plan = str(try_plans(target, trial, bank=bank, **options).index[0]) if trial else "residual"
+    return planned(target, plan, bank=bank, **options)
 
 
 SYSTEMS: dict[str, Callable[..., Pipeline]] = {

@@ -19,7 +19,7 @@ from specter_lab.planning import stand_in
 from specter_lab.routing.recorder import RouterRecorder
 from specter_lab.routing.synthetic import SyntheticRouting, SyntheticText
 
-OWN_LENGTH = frozenset({"specmoeoff_b1", "moe_speq"})
+OWN_LENGTH = frozenset({"specmoeoff_b1", "moe_speq", "specter_plus"})
 
 
 def case_texts(case: Case, count: int, tokens: int, *, seed: int = 0) -> list[SyntheticText]:
@@ -33,14 +33,15 @@ def case_texts(case: Case, count: int, tokens: int, *, seed: int = 0) -> list[Sy
 
 
 def rebuild_us(case: Case, residual_bits: float = 8.6) -> float:
-    """What rebuilding one expert is charged: derived, not measured: code and residual read, 16 bits written, one launch.
+    """What rebuilding one expert is charged: derived, not measured: code and residual read, 16 bits written, one launch
+    (a third of an expert's three, see ``data/hardware.toml``). A compressed expert reads fewer bits and is charged the same.
 
     >>> 10 < rebuild_us(case_named("ds_high")) < 100
     True
     """
     runtime = hardware().runtimes["compiled"]
     moved = case.model.int4_expert_bytes + case.model.expert_bytes() * (residual_bits + 16) / 16
-    return runtime.target_expert_us + moved / (case.gpu.memory_gb_s * 1e3)
+    return runtime.target_expert_us / 3 + moved / (case.gpu.memory_gb_s * 1e3)
 
 
 def run_case(
@@ -59,7 +60,7 @@ def run_case(
 
     The link is the case's, compute costs come from ``costs_for``, the host reads weights as fast as the A800 host of
     ``hardware().hosts``; rebuilding a residual is charged as ``rebuild_us`` derives it. Drafts have the case's length, but
-    for systems that bring their own. ``activation_aware`` learns from texts of another seed. ``skip_unfit``: as in ``compare``.
+    for systems that bring their own. ``activation_aware`` and ``specter_plus`` learn from texts of another seed. ``skip_unfit``: as in ``compare``.
 
     >>> run_case("ds_low", ["on_demand", "specter"], prompts=1, max_new_tokens=4).rows[1]["case"]
     'ds_low'
@@ -77,6 +78,8 @@ def run_case(
     }
     if "activation_aware" in systems:
         options["activation_aware"] = {"library": [text.log() for text in case_texts(case, 4, 128, seed=seed + 1)]}
+    if "specter_plus" in systems:
+        options["specter_plus"] = {"trial": case_texts(case, 2, 64, seed=seed + 1)}
     done = compare(
         systems, texts, target=target, machine=machine, memory=case.device_bytes + context * target.geometry.kv_bytes_per_token,
         context_length=context, skip_unfit=skip_unfit, progress=progress, prompt_tokens=prompt_tokens,
@@ -124,6 +127,7 @@ def compare_tiny(
             residuals = moe.residuals(bank)
             for name in ("residual_lookahead", "specter_plus"):
                 options[name] = {"bank": bank, "residual": residuals}
+            options["specter_plus"]["trial"] = turns[-2:]
         done = compare(
             systems, turns[:prompts], target=moe, machine=machine_named(machine, link_gb_s), memory=memory, context_length=256,
             references=references, progress=progress, skip_unfit=skip_unfit, system_options=options,

@@ -68,11 +68,12 @@ class Assembly:
         poison: bool = False,
         device: str = "cpu",
         host_store: ExpertStore | None = None,
+        on_arrival: bool = False,
     ) -> None:
         self.machine, self.drafter, self.predictor = machine, drafter, predictor
         self.eviction, self.draft_length, self.barrier, self.split = eviction, draft_length, barrier, split
         self.host_store = host_store or store
-        self.residency = Residency(store, slots, eviction, poison=poison, device=device)
+        self.residency = Residency(store, slots, eviction, on_arrival=on_arrival, poison=poison, device=device)
         self.prefetcher = Prefetcher(store, self.residency, machine, host_store=self.host_store if split else None)
         for piece in (predictor, eviction, draft_length):
             if hasattr(piece, "bind"):
@@ -120,10 +121,13 @@ class Assembly:
         length = self.draft_length.choose(step, text.left() - 1) if self.drafter is not None else 0
         self._want(self.predictor.step_begins(step, position, length), predicted)
         drafted: list[DraftToken] = []
+        go_on = getattr(self.draft_length, "go_on", None)
         for token in text.draft(step, length) if length > 0 else ():
             self._want(self.predictor.drafted(step, token, horizon=len(drafted)), predicted)
             self.machine.compute("draft", "plan", step=step)
             drafted.append(token)
+            if go_on is not None and not go_on(len(drafted)):
+                break
         self.machine.mark("draft_length", step=step, position=position, value=len(drafted))
         return drafted
 

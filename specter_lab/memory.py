@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from specter_lab.offload.residency import slot_bytes
 from specter_lab.pieces import Drafter, ExpertStore
 from specter_lab.records import DeviceBytes
 
@@ -65,6 +66,7 @@ def divide_memory(
     *,
     drafter: Drafter | None = None,
     store: ExpertStore | None = None,
+    on_arrival: bool = False,
     slots: int | Sequence[int] | None = None,
     memory: int | str | None = None,
     context_length: int | None = None,
@@ -72,7 +74,8 @@ def divide_memory(
     """Give the target's slots what a budget leaves after non-expert weights, the drafter's own weights and cache, buffers and KV.
 
     ``slots``: so many a layer (one number, or one for each layer), or ``memory``: a total of device bytes; with neither,
-    a quarter of each layer's experts. ``store``: what a slot holds (the target's own experts, if not given). Slots that a
+    a quarter of each layer's experts. ``store``: what crosses the link (the target's own experts, if not given), and with
+    it what a slot holds, but for experts that are rebuilt ``on_arrival``. Slots that a
     budget leaves over go to the first layers.
     Raises ``ValueError`` for both at once, and ``BudgetError`` for a budget below one slot a layer.
 
@@ -84,11 +87,11 @@ def divide_memory(
     if slots is not None and memory is not None:
         raise ValueError(f"A plan follows either slots or memory; got slots={slots!r} and memory={memory!r}. Leave one of them out.")
     context = min(context_length or 512, geometry.max_positions)
-    sizes = [store.blob_bytes(layer) for layer in range(store.layers)]
+    sizes = slot_bytes(store, on_arrival=on_arrival)
     # stored narrower than computed (or as a residual): one expert at a time is widened (or rebuilt, then widened) at use
     buffers = max((wide for wide, size in zip(geometry.expert_bytes, sizes, strict=True) if wide > size), default=0)
     if hasattr(store, "rebuilt_bytes"):
-        buffers += max(store.rebuilt_bytes(layer) for layer in range(store.layers))
+        buffers += max((store.blob_bytes if on_arrival else store.rebuilt_bytes)(layer) for layer in range(store.layers))
     draft = getattr(getattr(drafter, "bank", None), "nbytes", 0) + getattr(drafter, "weight_bytes", 0)
     kv = (geometry.kv_bytes_per_token + getattr(drafter, "kv_bytes_per_token", 0)) * context
     fixed = DeviceBytes(geometry.non_expert_bytes, draft, 0, buffers, kv)

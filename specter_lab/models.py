@@ -19,6 +19,7 @@ from specter_lab.hosting import HostedExperts
 from specter_lab.loading.prepared import write_prepared
 from specter_lab.probe import probe
 from specter_lab.quantize import Dense, ExpertBank, format_named, narrowest_exact_dtype
+from specter_lab.quantize.compressed import CompressedBank
 from specter_lab.quantize.residual import ResidualBank
 from specter_lab.routers import Routers
 from specter_lab.seam import ExpertsSeam
@@ -63,6 +64,10 @@ class MoE(HostedExperts):
     def residuals(self, bank: ExpertBank) -> ResidualBank:
         """What is missing beside ``bank``'s codes (qint4 or qint8) to rebuild every expert bit for bit; while attached."""
         return ResidualBank.build(self.store, bank)
+
+    def compressed(self) -> CompressedBank:
+        """Every expert losslessly compressed, for a pipeline without codes (bfloat16 experts); while attached."""
+        return CompressedBank(self.store)
 
     def save_prepared(self, folder: str | os.PathLike[str], drafts: Iterable[ExpertBank] = ()) -> None:
         """Write the model, its experts and these draft banks to ``folder``, for ``load_moe(folder)``; an older one there is

@@ -172,6 +172,9 @@ class DeviceView(Protocol):
     def blob_bytes(self, layer: int) -> int:
         """What one expert of that layer moves."""
 
+    def missing_us(self) -> float:
+        """What link and host together need for all that is wanted and absent."""
+
     def now_us(self) -> float:
         """The machine's time."""
 

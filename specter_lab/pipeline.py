@@ -35,8 +35,10 @@ class Pipeline:
     or a ``DraftLength`` (8 with a drafter). ``machine``: throttled at 0.05 GB/s by default. Device memory: ``slots`` a
     layer, or ``memory`` in all; ``context_length`` is what the plan counts KV for. Requests start with empty slots
     unless ``warm``. ``barrier``: verification waits for all planned copies. ``split``: which misses the host computes
-    (none by default; ``SplitByFinish``). ``residual``: slots hold, and the link moves, what is missing beside the draft's
-    codes to rebuild an expert bit for bit (True, or a ``ResidualBank`` built for that bank). ``poison`` fills forgotten slots with NaN.
+    (none by default; ``SplitByFinish``). ``residual``: the link moves what is missing beside the draft's codes to rebuild an
+    expert bit for bit (True, or a ``ResidualBank`` built for that bank), or a ``CompressedBank``'s blobs, which need no
+    codes. Slots hold the same, and experts are rebuilt at each use, or ``on_arrival``: then slots hold rebuilt ones.
+    ``poison`` fills forgotten slots with NaN.
 
     >>> import specter_lab as sl
     >>> with sl.Pipeline("tiny-moe", slots=6, machine=sl.SimulatedMachine()) as pipeline:
@@ -59,6 +61,7 @@ class Pipeline:
         barrier: bool = False,
         split: MissSplit | None = None,
         residual: bool | ExpertStore = False,
+        on_arrival: bool = False,
         warm: bool = False,
         poison: bool = False,
         **unknown: Any,
@@ -78,22 +81,22 @@ class Pipeline:
         try:
             store = self._store(residual, getattr(drafter, "bank", None))
             self.plan: MemoryPlan = divide_memory(
-                self.target, drafter=drafter, store=store, slots=slots, memory=memory, context_length=context_length
+                self.target, drafter=drafter, store=store, on_arrival=on_arrival, slots=slots, memory=memory, context_length=context_length
             )
             self.assembly = Assembly(
                 store, self.plan.slots, self.machine, drafter=drafter, predictor=self.predictor, eviction=eviction or LRU(),
                 draft_length=self.draft_length, barrier=barrier, split=split, poison=poison, device=str(self.target.device),
-                host_store=self.target.store,
+                host_store=self.target.store, on_arrival=on_arrival,
             )  # fmt: skip
         except BaseException:
             self.target.release()
             raise
 
     def _store(self, residual: bool | ExpertStore, bank: Any) -> ExpertStore:
-        """What slots hold: the target's experts, or residuals beside the draft's codes."""
+        """What crosses the link: the target's experts, residuals beside the draft's codes, or compressed ones."""
         if residual is False:
             return self.target.store
-        if bank is None:
+        if bank is None and (residual is True or hasattr(residual, "codes")):
             raise ValueError("Residual experts are rebuilt beside a draft's codes; this pipeline has no draft bank. Give a SelfDrafter.")
         return self.target.residuals(bank) if residual is True else residual
 

@@ -87,13 +87,13 @@ class ShapeStore:
 
 
 class ResidualShapes(ShapeStore):
-    """Residuals without bytes, of experts that take ``rebuilt`` bytes each: rebuilding is charged, and gives nothing."""
+    """Residual or compressed experts without bytes, of experts that take ``rebuilt`` bytes each: rebuilding is charged, and gives nothing."""
 
     def __init__(self, experts: Sequence[int], sizes: Sequence[int], rebuilt: Sequence[int], name: str) -> None:
         super().__init__(experts, sizes, name)
         self._rebuilt = tuple(rebuilt)
 
-    def rebuild(self, key: ExpertKey, blob: Tensor) -> dict[str, Tensor]:
+    def rebuild(self, key: ExpertKey, blob: Tensor, out: Tensor | None = None) -> dict[str, Tensor]:
         """No tensors."""
         return {}
 
@@ -142,14 +142,23 @@ class ReplayTarget:
         rebuilt = [self.store.blob_bytes(layer) for layer in range(self.layers)]
         return ResidualShapes(self.geometry.experts, self._sizes(bits), rebuilt, f"residual of {bank.name}")
 
+    def compressed(self, bits: float = 11.25) -> ResidualShapes:
+        """Sizes of experts compressed by themselves: 11.2 bits a weight on Gaussian weights (``CompressedBank``), padded."""
+        rebuilt = [self.store.blob_bytes(layer) for layer in range(self.layers)]
+        return ResidualShapes(self.geometry.experts, self._sizes(bits), rebuilt, f"{self.store.name} compressed")
+
     def _sizes(self, bits: float) -> list[int]:
         """Bytes of each layer's experts at so many bits a weight."""
         return [int(size / self.dtype.itemsize * bits / 8) for size in self.geometry.expert_bytes]
 
     def route(self, layer: int, hidden: Tensor) -> Tensor:
-        """What that layer's router would have said one layer early; ``hidden`` holds the rows' places in the text."""
+        """What that layer's router would have said one layer early; ``hidden`` holds the rows' places in the text.
+
+        Nothing is known of a wrong token's row (place -1): its picks are -1, since the text has those of the right one.
+        """
         assert self.text is not None
-        return torch.from_numpy(self.text.gate[hidden.numpy(), layer].astype(np.int64))
+        picked = torch.from_numpy(self.text.gate[hidden.numpy(), layer].astype(np.int64))
+        return torch.where((hidden < 0)[:, None], -1, picked)
 
     def lease(self) -> None:
         """Nothing to attach."""
@@ -201,14 +210,16 @@ class Replayed:
     def verify(self, step: int, drafted: Sequence[DraftToken], server: OffloadServer) -> Committed:
         """One pass over the window; what holds is committed."""
         window = self.text.window(self.position, len(drafted))
-        self._pass(window.needed, self.position, server)
+        self._pass(window.needed, self.position, server, known=window.accepted + 1)
         kept = min(window.accepted + 1, self.left())
         self.committed += kept
         return Committed(kept, window.accepted, finished=self.left() == 0)
 
-    def _pass(self, rows: np.ndarray, begin: int, server: OffloadServer) -> None:
-        """(positions, layers, experts_per_token): one call a layer."""
+    def _pass(self, rows: np.ndarray, begin: int, server: OffloadServer, known: int | None = None) -> None:
+        """(positions, layers, experts_per_token): one call a layer. Rows from ``known`` on are wrong tokens: their place is -1."""
         places = torch.arange(begin, begin + len(rows)).clamp_max(len(self.text.experts) - 1)
+        if known is not None:
+            places[known:] = -1
         for layer in range(rows.shape[1]):
             picked = np.ascontiguousarray(rows[:, layer], dtype=np.int64)
             needed, counts = np.unique(picked, return_counts=True)

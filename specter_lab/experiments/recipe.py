@@ -99,4 +99,5 @@ def pieces_of(pipeline: Pipeline) -> dict[str, Any]:
         "barrier": pipeline.assembly.barrier,
         "split": pipeline.assembly.split,
         "residual": pipeline.residency.store if pipeline.residency.rebuilds else False,
+        "on_arrival": pipeline.residency.on_arrival,
     }

@@ -14,7 +14,8 @@ Bytes = Callable[[ExpertKey], int]
 class SplitByFinish:
     """Splits the misses so that the later of the two lanes, link and host, ends first, given what both have to do already.
 
-    The experts that the fewest rows use go to the host: the others are likelier to be wanted again.
+    The experts that the fewest rows use go to the host, and among those the least worth keeping: the others are likelier to
+    be wanted again.
 
     Source: Fiddler (arXiv 2402.07033), whose rule decides for each expert alone; here the maximum of both lanes is
     minimised for the layer as a whole.
@@ -28,17 +29,21 @@ class SplitByFinish:
     name = "split by finish"
 
     def on_host(self, missing: dict[ExpertKey, int], moved: Bytes, read: Bytes, machine: Machine) -> set[ExpertKey]:
-        """The best prefix of the misses, by rows then id: of n + 1 splits the one whose later lane ends first."""
-        order = sorted(missing, key=lambda key: (missing[key], key))
-        host, link = machine.host_backlog_us(), machine.link_backlog_us() + sum(machine.copy_us(moved(key)) for key in order)
-        best, taken = link if len(order) else 0.0, 0
-        for count, key in enumerate(order, start=1):
-            host += machine.host_us(read(key))
-            link -= machine.copy_us(moved(key))
-            later = max(host, link) if count < len(order) else host
-            if later < best:
-                best, taken = later, count
-        return set(order[:taken])
+        """The best prefix of the misses, by rows then as given, with or without what is on the link already."""
+        order = sorted((key for key in missing if moved(key)), key=lambda key: missing[key])
+        coming = [key for key in missing if not moved(key)]
+        best, chosen = float("inf"), set[ExpertKey]()
+        for waited in (coming, []):
+            host = machine.host_backlog_us() + sum(machine.host_us(read(key)) for key in coming if key not in waited)
+            link = machine.link_backlog_us() + sum(machine.copy_us(moved(key)) for key in order)
+            for taken in range(len(order) + 1):
+                later = max(host, link) if taken < len(order) or waited else host
+                if later < best:
+                    best, chosen = later, {*order[:taken], *(key for key in coming if key not in waited)}
+                if taken < len(order):
+                    host += machine.host_us(read(order[taken]))
+                    link -= machine.copy_us(moved(order[taken]))
+        return chosen
 
 
 class AlwaysHost:

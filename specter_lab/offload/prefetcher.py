@@ -60,6 +60,12 @@ class Prefetcher:
         """What one expert of that layer moves."""
         return self.store.blob_bytes(layer)
 
+    def missing_us(self) -> float:
+        """What link and host together need for all that is wanted and absent; of each layer's size, as if all moved at once."""
+        waiting = ((layer, self._intents.missing(layer)) for layer in range(self.store.layers))
+        copies = sum(count * self.machine.copy_us(self.store.blob_bytes(layer)) for layer, count in waiting if count)
+        return copies * (1 - self._host_share)
+
     def now_us(self) -> float:
         """The machine's time."""
         return self.machine.now_us()

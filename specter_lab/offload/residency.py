@@ -20,7 +20,8 @@ _POISON = 0xFF  # every float format reads all-ones as NaN, so a stale read can'
 class Residency:
     """``slots[layer]`` device slots a layer, filled from ``store``'s blobs.
 
-    ``poison`` overwrites a slot with NaN bytes when its expert is forgotten (tests use it).
+    Where blobs are residual or compressed, an expert is rebuilt at each use, or once ``on_arrival``: then its slot is large
+    enough for the rebuilt one. ``poison`` overwrites a slot with NaN bytes when its expert is forgotten (tests use it).
 
     >>> import specter_lab as sl
     >>> with sl.load_moe("tiny-moe") as moe: Residency(moe.store, [4] * 8, sl.LRU()).state(ExpertKey(0, 0))
@@ -33,6 +34,7 @@ class Residency:
         slots: Sequence[int],
         eviction: EvictionPolicy,
         *,
+        on_arrival: bool = False,
         poison: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -43,21 +45,30 @@ class Residency:
             )
         self.store, self.eviction, self.poison = store, eviction, poison
         self.slots = tuple(min(n, store.experts(layer)) for layer, n in enumerate(slots))
-        self._pool = [torch.zeros(n, store.blob_bytes(layer), dtype=torch.uint8, device=device) for layer, n in enumerate(self.slots)]
+        self._rebuild: Callable[..., Mapping[str, Tensor]] | None = getattr(store, "rebuild", None)
+        self.on_arrival = on_arrival and self.rebuilds
+        sizes = slot_bytes(store, on_arrival=on_arrival)
+        self._pool = [torch.zeros(n, size, dtype=torch.uint8, device=device) for n, size in zip(self.slots, sizes, strict=True)]
         self._rows = [list(pool.unbind()) for pool in self._pool]
-        # where a blob is a residual, tensors are made at each use
-        self._rebuild: Callable[[ExpertKey, Tensor], Mapping[str, Tensor]] | None = getattr(store, "rebuild", None)
-        self._weights = [[{} if self.rebuilds else store.weights(layer, blob) for blob in rows] for layer, rows in enumerate(self._rows)]
+        self._weights: list[list[Mapping[str, Tensor]]] = [
+            [{} if self.rebuilds else store.weights(layer, blob) for blob in rows]
+            for layer, rows in enumerate(self._rows)
+        ]
         self._free = [list(range(n)) for n in self.slots]
         self._slot: list[dict[ExpertKey, int]] = [{} for _ in self.slots]
         self._loading: set[ExpertKey] = set()
         self._in_use: set[ExpertKey] = set()
         self._brought: dict[ExpertKey, int] = {}
+        self._rebuilt: set[ExpertKey] = set()
 
     @property
     def rebuilds(self) -> bool:
-        """Whether slots hold residuals."""
+        """Whether what arrives is no expert yet, but must be rebuilt."""
         return self._rebuild is not None
+
+    def to_rebuild(self, key: ExpertKey) -> bool:
+        """Whether the acquired ``key`` must be rebuilt before it is used."""
+        return self.rebuilds and key not in self._rebuilt
 
     @property
     def bytes(self) -> int:
@@ -106,7 +117,8 @@ class Residency:
 
     def destination(self, layer: int, slot: int) -> Tensor:
         """(blob_bytes,) uint8: where a copy for that slot goes."""
-        return self._rows[layer][slot]
+        row = self._rows[layer][slot]
+        return row[: self.store.blob_bytes(layer)] if self.on_arrival else row
 
     def arrived(self, key: ExpertKey) -> None:
         """The copy is done: loading -> resident."""
@@ -120,9 +132,15 @@ class Residency:
         return self._weights[key.layer][self._slot[key.layer][key]]
 
     def rebuild(self, key: ExpertKey) -> Mapping[str, Tensor]:
-        """The exact tensors of an acquired expert whose slot holds a residual."""
+        """The exact tensors of an acquired expert that isn't rebuilt yet; ``on_arrival`` they stay in its slot."""
         assert self._rebuild is not None
-        return self._rebuild(key, self._rows[key.layer][self._slot[key.layer][key]])
+        slot = self._slot[key.layer][key]
+        if not self.on_arrival:
+            return self._rebuild(key, self._rows[key.layer][slot])
+        tensors = self._rebuild(key, self.destination(key.layer, slot).clone(), self._rows[key.layer][slot])
+        self._weights[key.layer][slot] = tensors
+        self._rebuilt.add(key)
+        return tensors
 
     def release(self, key: ExpertKey) -> None:
         """The computation with ``key`` is over."""
@@ -146,7 +164,19 @@ class Residency:
     def _forget(self, key: ExpertKey) -> int:
         slot = self._slot[key.layer].pop(key)
         self._brought.pop(key, None)
+        self._rebuilt.discard(key)
         self.eviction.forgotten(key)
         if self.poison:
             self._rows[key.layer][slot].fill_(_POISON)
         return slot
+
+
+def slot_bytes(store: ExpertStore, *, on_arrival: bool) -> list[int]:
+    """What a slot of each layer takes: a blob of ``store``, or the expert that is rebuilt from it ``on_arrival``.
+
+    >>> import specter_lab as sl
+    >>> with sl.load_moe("tiny-moe") as moe: slot_bytes(moe.store, on_arrival=True)[0]
+    98304
+    """
+    size = getattr(store, "rebuilt_bytes", store.blob_bytes) if on_arrival else store.blob_bytes
+    return [size(layer) for layer in range(store.layers)]

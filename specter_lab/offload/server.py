@@ -33,7 +33,8 @@ class MissSplit(Protocol):
     def on_host(
         self, missing: dict[ExpertKey, int], moved: Callable[[ExpertKey], int], read: Callable[[ExpertKey], int], machine: Machine
     ) -> set[ExpertKey]:
-        """A subset of ``missing`` (key -> rows that use it, in id order); ``moved`` and ``read``: an expert's bytes on link and host."""
+        """A subset of ``missing`` (key -> rows that use it, those least worth keeping first); ``moved`` and ``read``: an expert's bytes on link and
+        host, where 0 are moved of what is on the link already: it is there when the link's backlog is over."""
 
 
 class OffloadServer:
@@ -85,14 +86,21 @@ class OffloadServer:
                 residency.eviction.used(key)  # popularity doesn't ask where an expert was computed
 
     def _hosted(self, pending: dict[ExpertKey, int]) -> set[ExpertKey]:
+        """What the host computes: absent experts, and one that is on the link if the host is sooner (it lands all the same)."""
         if self.split is None:
             return set()
-        missing = {key: rows for key, rows in pending.items() if self.prefetcher.absent(key)}
+        residency = self.prefetcher.residency
+        missing = {key: rows for key, rows in pending.items() if residency.state(key) != "resident"}
         if not missing:
             return set()
-        return self.split.on_host(
-            missing, lambda key: self.prefetcher.blob_bytes(key.layer), lambda key: self.host_store.blob_bytes(key.layer), self.machine
-        )
+        frequency = getattr(residency.eviction, "frequency", None)
+        if frequency is not None:  # those worth keeping are worth fetching
+            missing = dict(sorted(missing.items(), key=lambda item: frequency(item[0])))
+
+        def moved(key: ExpertKey) -> int:
+            return 0 if residency.state(key) == "loading" else self.prefetcher.blob_bytes(key.layer)
+
+        return self.split.on_host(missing, moved, lambda key: self.host_store.blob_bytes(key.layer), self.machine)
 
     def _serve_one(self, pending: dict[ExpertKey, int], compute: Compute) -> None:
         machine, prefetcher, residency = self.machine, self.prefetcher, self.prefetcher.residency
@@ -106,7 +114,7 @@ class OffloadServer:
             machine.wait(awaited, request_id, step=self.step)
             return
         machine.trace.use(request_id)
-        if residency.rebuilds:
+        if residency.to_rebuild(key):
             weights = residency.rebuild(key)
             machine.compute("target", "rebuild", step=self.step, layer=key.layer, expert=key.expert, request_id=request_id)
         compute(key.expert, weights)

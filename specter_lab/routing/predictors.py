@@ -181,6 +181,7 @@ class NextLayerGate(NoPrediction):
             Prediction(step, position + row, ExpertKey(following, expert), self.odds, row)
             for row, picked in enumerate(experts.tolist())
             for expert in picked
+            if expert >= 0
         ]
 
 
