@@ -33,6 +33,10 @@ class RecordedText:
     that a wrong proposal starts in that token's place, -1 where none is; ``strayed``, ``strayed_draft`` (run, row, layer,
     rank): where target and draft were routed on it. ``ids``: the text, of which the first ``prompt_tokens`` were given.
     ``fingerprint``: of the model, see ``fingerprint_of``.
+
+    >>> import specter_lab as sl
+    >>> with sl.load_moe("tiny-moe") as moe: len(sl.record_text(moe, moe.quantize("qint4"), [5, 6], new_tokens=4))
+    6
     """
 
     experts: np.ndarray
