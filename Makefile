@@ -23,7 +23,7 @@ PYTEST := $(BIN)/python -m pytest
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check-all lab bench clean
+.PHONY: help venv demo test check-all lab bench compat clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,8 +59,11 @@ check-all: $(STAMP) ## the exhaustive tests (minutes); the result is kept in bui
 lab: $(STAMP) ## JupyterLab on the notebooks, reachable from this computer only
 	$(BIN)/jupyter lab --ip=127.0.0.1 --ServerApp.root_dir=notebooks
 
-bench: $(STAMP) ## the benchmarks
-	for name in overhead host_memory pays residual loading gpu; do $(BIN)/python -m benchmarks.$$name; done
+bench: $(STAMP) ## the benchmarks, into benchmarks/results and the README's tables
+	for name in overhead host_memory pays residual loading gpu calibration replay_speed cases figures tables; do $(BIN)/python -m benchmarks.$$name; done
+
+compat: $(STAMP) ## the seam's own tests with the installed versions; a row of notebooks/compat.md
+	$(BIN)/python -m benchmarks.compat
 
 clean: ## remove the environment and everything built
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

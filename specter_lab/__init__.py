@@ -38,6 +38,7 @@ from specter_lab.plots.style import describe_colours
 from specter_lab.plots.timeline import plot_timeline
 from specter_lab.quantize import Dense, ExpertBank, Quanto, format_named
 from specter_lab.quantize.residual import ResidualBank
+from specter_lab.recorded import RecordedText, record_text
 from specter_lab.records import (
     Conditions,
     DeviceBytes,
@@ -111,6 +112,7 @@ __all__ = [
     "Prompt",
     "PromptLookupDrafter",
     "Quanto",
+    "RecordedText",
     "ReplayTarget",
     "ResidualBank",
     "RouterRecorder",
@@ -150,6 +152,7 @@ __all__ = [
     "plot_timeline",
     "prediction_scores",
     "prepare_moe",
+    "record_text",
     "run_case",
     "save_chrome_trace",
     "save_html",

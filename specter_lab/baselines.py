@@ -23,7 +23,7 @@ from specter_lab.oracle import oracle
 from specter_lab.pieces import ExpertStore
 from specter_lab.pipeline import Pipeline
 from specter_lab.plans import planned, try_plans
-from specter_lab.replay import ReplayTarget
+from specter_lab.replay import ReplayTarget, refuse_other_model
 from specter_lab.routing.activation import ActivationAware, RecordedRequest
 from specter_lab.routing.chunked import ChunkedLookahead, Schedule
 from specter_lab.routing.predictors import CutoffLookahead, DraftLookahead, NextLayerGate
@@ -78,6 +78,8 @@ def activation_aware(target: Target, *, library: Sequence[RecordedRequest], **op
     >>> with sl.baselines.activation_aware(sl.load_moe("tiny-moe"), library=[earlier]) as pipeline: pipeline.predictor.name
     'activation matching'
     """
+    for log in library:
+        refuse_other_model(log, target)
     return _build(target, options, predictor=ActivationAware(library, max(target.geometry.experts)))
 
 

@@ -14,8 +14,9 @@ from specter_lab.comparison import Comparison, compare
 from specter_lab.demo import machine_named, one_thread, own_tokens
 from specter_lab.hardware import Case, case_named, costs_for, hardware
 from specter_lab.machines.simulated import SimulatedMachine
+from specter_lab.memory import BudgetError
 from specter_lab.opening import load_moe
-from specter_lab.planning import stand_in
+from specter_lab.planning import plan_memory, stand_in
 from specter_lab.routing.recorder import RouterRecorder
 from specter_lab.routing.synthetic import SyntheticRouting, SyntheticText
 
@@ -60,7 +61,9 @@ def run_case(
 
     The link is the case's, compute costs come from ``costs_for``, the host reads weights as fast as the A800 host of
     ``hardware().hosts``; rebuilding a residual is charged as ``rebuild_us`` derives it. Drafts have the case's length, but
-    for systems that bring their own. ``activation_aware`` and ``specter_plus`` learn from texts of another seed. ``skip_unfit``: as in ``compare``.
+    for systems that bring their own. ``activation_aware`` and ``specter_plus`` learn from texts of another seed. Where
+    ``specmoeoff_b1`` doesn't fit with a draft that copies the target's weights, it shares them (``separate_draft`` of its row).
+    ``skip_unfit``: as in ``compare``.
 
     >>> run_case("ds_low", ["on_demand", "specter"], prompts=1, max_new_tokens=4).rows[1]["case"]
     'ds_low'
@@ -80,14 +83,30 @@ def run_case(
         options["activation_aware"] = {"library": [text.log() for text in case_texts(case, 4, 128, seed=seed + 1)]}
     if "specter_plus" in systems:
         options["specter_plus"] = {"trial": case_texts(case, 2, 64, seed=seed + 1)}
+    memory = case.device_bytes + context * target.geometry.kv_bytes_per_token
+    separate = _fits("specmoeoff_b1", target, memory, context)
+    options["specmoeoff_b1"] = {"separate": separate}
     done = compare(
-        systems, texts, target=target, machine=machine, memory=case.device_bytes + context * target.geometry.kv_bytes_per_token,
-        context_length=context, skip_unfit=skip_unfit, progress=progress, prompt_tokens=prompt_tokens,
-        max_new_tokens=max_new_tokens, system_options=options,
+        systems, texts, target=target, machine=machine, memory=memory, context_length=context, skip_unfit=skip_unfit,
+        progress=progress, prompt_tokens=prompt_tokens, max_new_tokens=max_new_tokens, system_options=options,
     )  # fmt: skip
+    return _labelled(done, case.name, separate)
+
+
+def _labelled(done: Comparison, case: str, separate: bool) -> Comparison:
     for row in done.rows:
-        row["case"] = case.name
+        row["case"] = case
+        if row["system"] == "specmoeoff_b1":
+            row["separate_draft"] = separate
     return done
+
+
+def _fits(system: str, target: Any, memory: int | str, context: int) -> bool:
+    try:
+        plan_memory(target, system, memory, context_length=context)
+    except BudgetError:
+        return False
+    return True
 
 
 def compare_tiny(
@@ -101,8 +120,8 @@ def compare_tiny(
     skip_unfit: bool = False,
     progress: bool = False,
 ) -> Comparison:
-    """Compare systems on the bundled model in fp32, against its own tokens; prompts of all kinds in turn. ``skip_unfit``: as in
-    ``compare``.
+    """Compare systems on the bundled model in fp32, against its own tokens; prompts of all kinds in turn. ``specmoeoff_b1``
+    and ``skip_unfit``: as in ``run_case``.
 
     >>> compare_tiny(["on_demand"], machine="simulated", link_gb_s=0.05, memory="13MB", prompts=1, max_new_tokens=2).rows[0]["case"]
     'tiny'
@@ -123,6 +142,8 @@ def compare_tiny(
         bank = moe.quantize("qint4")
         options: dict[str, dict[str, Any]] = {name: {"bank": bank} for name in systems if name not in DRAFTLESS}
         options["activation_aware"] = {"library": library}
+        separate = _fits("specmoeoff_b1", moe, memory, 256)
+        options["specmoeoff_b1"] = {"bank": bank, "separate": separate}
         if set(systems) & {"residual_lookahead", "specter_plus"}:
             residuals = moe.residuals(bank)
             for name in ("residual_lookahead", "specter_plus"):
@@ -133,6 +154,4 @@ def compare_tiny(
             references=references, progress=progress, skip_unfit=skip_unfit, system_options=options,
             max_new_tokens=max_new_tokens, do_sample=False,
         )  # fmt: skip
-    for row in done.rows:
-        row["case"] = "tiny"
-    return done
+    return _labelled(done, "tiny", separate)

@@ -23,6 +23,7 @@ from specter_lab.models import MoE
 from specter_lab.opening import BUNDLED, load_moe
 from specter_lab.pipeline import Pipeline
 from specter_lab.probe import Probe, cache_state
+from specter_lab.recorded import fingerprint_of
 from specter_lab.replay import ReplayTarget, ShapeStore
 from specter_lab.seam import ExpertsSeam
 from specter_lab.shapes import ModelShape
@@ -100,7 +101,13 @@ def stand_in(target: Any, dtype: str = "auto") -> ReplayTarget:
             sizes = [target.store.blob_bytes(layer) for layer in range(target.layers)]
         finally:
             target.release()
-        return ReplayTarget(target.geometry, target.name, dtype=target.dtype, store=ShapeStore(target.geometry.experts, sizes))
+        return ReplayTarget(
+            target.geometry,
+            target.name,
+            dtype=target.dtype,
+            store=ShapeStore(target.geometry.experts, sizes),
+            fingerprint=fingerprint_of(target),
+        )
     return _from_headers(str(target), dtype)
 
 

@@ -12,7 +12,7 @@ Source: on what replay semantics change, arXiv 2608.07911.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -107,6 +107,7 @@ class ReplayTarget:
 
     ``geometry`` counts bytes in ``dtype``. ``store``: what the host holds, where it isn't that. ``bits`` a weight of draft
     formats, where they aren't optimum-quanto's: codes, and for each group of 128 (rows for 8 bits) a scale and a shift of 2 bytes.
+    ``fingerprint``: of the model that it stands for, if of one; then a text recorded from another is refused.
 
     >>> import specter_lab as sl
     >>> geometry = sl.load_moe("tiny-moe").geometry
@@ -123,13 +124,25 @@ class ReplayTarget:
         dtype: torch.dtype = torch.bfloat16,
         store: ShapeStore | None = None,
         bits: Mapping[str, float] | None = None,
+        fingerprint: str = "",
     ) -> None:
+        self.fingerprint = fingerprint
         self.bits = {"qint8": 8.125, "qint4": 4.25, "qint2": 2.25, "qfloat8": 8.125, **(bits or {})}
         self.geometry, self.name = geometry, name or geometry.model_type
         self.layers = geometry.layers
         self.store = store or ShapeStore(geometry.experts, geometry.expert_bytes, f"{str(dtype).removeprefix('torch.')} (shapes only)")
         self.dtype, self.device = dtype, "meta"
-        self.text: ReplayableText | None = None
+        self._text: ReplayableText | None = None
+
+    @property
+    def text(self) -> ReplayableText | None:
+        """What is being replayed; ``ValueError`` for a text of another model."""
+        return self._text
+
+    @text.setter
+    def text(self, text: ReplayableText) -> None:
+        refuse_other_model(text, self)
+        self._text = text
 
     def quantize(self, format: str = "qint4") -> ShapeStore:
         """A draft bank's sizes."""
@@ -165,6 +178,28 @@ class ReplayTarget:
 
     def release(self) -> None:
         """Nothing to put back."""
+
+
+def refuse_other_model(recorded: Any, target: Any) -> None:
+    """``ValueError`` for routing (a text or log with ``experts``) that isn't of the target's model: its layers, experts,
+    ranks, model type or fingerprint differ, as far as both have them.
+
+    >>> import specter_lab as sl; from types import SimpleNamespace
+    >>> refuse_other_model(SimpleNamespace(experts=np.zeros((5, 8, 4))), sl.load_moe("tiny-moe"))
+    """
+    geometry, experts, wrong = target.geometry, recorded.experts, []
+    kind = getattr(recorded, "model_type", geometry.model_type)
+    if experts.shape[1] != geometry.layers or experts.shape[2] > geometry.experts_per_token:
+        wrong.append(f"{experts.shape[1]} layers of {experts.shape[2]} a token, not {geometry.layers} of {geometry.experts_per_token}")
+    elif len(experts) and experts.max() >= max(geometry.experts):
+        wrong.append(f"expert {int(experts.max())}, where a layer has {max(geometry.experts)}")
+    if kind != geometry.model_type and not kind.startswith("synthetic"):
+        wrong.append(f"model type {kind!r}, not {geometry.model_type!r}")
+    own, other = getattr(target, "fingerprint", ""), getattr(recorded, "fingerprint", "")
+    if own and other and own != other:
+        wrong.append(f"fingerprint {other}, not {own}")
+    if wrong:
+        raise ValueError(f"Recorded routing is used with its own model; this has {'; '.join(wrong)} of {target.name}. Record it again.")
 
 
 class Replayed:

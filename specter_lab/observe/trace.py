@@ -30,6 +30,7 @@ from typing import Any
 
 import pandas as pd
 
+FORMAT = "specter_lab trace 1"
 COMPUTE_KINDS = ("attention", "expert", "head", "plan", "rebuild")
 INSTANT_KINDS = ("predict", "need", "route", "evict", "cancel", "draft_length", "commit")
 COLUMNS: dict[str, str] = {
@@ -75,14 +76,18 @@ class Trace:
         """Write as parquet (no pickle); the machine's label goes into the file's metadata."""
         path = Path(path)
         events = self.events.copy()
-        events.attrs = {"machine": self.machine}
+        events.attrs = {"machine": self.machine, "format": FORMAT}
         events.to_parquet(path, index=False)
         return path
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
-        """Read what ``save`` wrote; ``ValueError`` lists missing columns."""
+        """Read what ``save`` wrote; ``ValueError`` for another version, and for missing columns."""
         events = pd.read_parquet(path)
+        if events.attrs.get("format") != FORMAT:
+            raise ValueError(
+                f"A trace is read by the version that wrote it ({FORMAT!r}); {path} is {events.attrs.get('format')!r}. Run it again."
+            )
         missing = sorted(set(COLUMNS) - set(events.columns))
         if missing:
             raise ValueError(f"A trace needs all of its columns; {path} lacks {missing}; write it with Trace.save().")

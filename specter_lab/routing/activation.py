@@ -53,6 +53,8 @@ class ActivationAware(NoPrediction):
         if not library:
             raise ValueError("Activation matching needs at least one recorded request; got none. Record some with RouterRecorder.")
         self.library = np.stack([activation_matrix(log.experts, experts) for log in library])
+        self._flat = self.library.reshape(len(self.library), -1)
+        self._norms = np.linalg.norm(self._flat, axis=1)
         self.most, self.layers_ahead, self.threshold = most, layers_ahead, threshold
         self.new_request()
 
@@ -65,8 +67,8 @@ class ActivationAware(NoPrediction):
         layers, experts = self.library.shape[1:]
         self._running[call.layer] += np.bincount(call.experts.flatten().numpy(), minlength=experts)[:experts]
         weights = self._running / np.maximum(self._running.sum(-1, keepdims=True), 1)
-        norms = np.linalg.norm(self.library, axis=(1, 2)) * max(np.linalg.norm(weights), 1e-9)
-        match = self.library[int(((self.library * weights).sum((1, 2)) / np.maximum(norms, 1e-9)).argmax())]
+        norms = self._norms * max(np.linalg.norm(weights), 1e-9)
+        match = self.library[int((self._flat @ weights.ravel() / np.maximum(norms, 1e-9)).argmax())]
         out = []
         for layer in range(call.layer + 1, min(layers, call.layer + 1 + self.layers_ahead)):
             odds = match[layer] * (1 - (layer - call.layer) / layers)

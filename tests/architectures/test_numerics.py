@@ -102,6 +102,15 @@ def test_sums_are_in_the_dtype_that_the_eager_experts_use() -> None:
     assert dtypes == {"mixtral": half, "gpt_oss": half, "nemotron_h": full, "inkling2_text": full}
 
 
+def test_router_weights_are_used_as_they_come() -> None:
+    """Mixtral's stay in float32 beside states in bfloat16 (multiplied first, rounded afterwards), Qwen's are rounded before."""
+    for model_type, dtype in (("mixtral", torch.float32), ("qwen3_moe", torch.bfloat16)):
+        moe = sl.load_moe(tiny_model(model_type, dtype=torch.bfloat16))
+        with torch.no_grad(), moe.seam.probed() as calls:
+            moe.model(IDS)
+        assert {(states.dtype, weights.dtype) for states, _, weights in calls.values()} == {(torch.bfloat16, dtype)}
+
+
 def test_layers_with_different_numbers_of_experts() -> None:
     """Case 52. Each layer has its own count, slots and bytes."""
     model = tiny_model("mixtral")

@@ -39,6 +39,7 @@ def test_portable_and_back_changes_no_bit(row_length: int, offset: float) -> Non
 @pytest.mark.parametrize("op", ["_convert_weight_to_int4pack_for_cpu", "_weight_int4pack_mm_for_cpu"])
 def test_a_broken_kernel_means_the_plain_class_and_one_warning(monkeypatch: pytest.MonkeyPatch, forget: None, make_source, op: str) -> None:
     """Case 4."""
+
     def broken(*args: object, **kwargs: object) -> None:
         raise RuntimeError("this op has changed")
 

@@ -155,6 +155,7 @@ def sample(options: dict[str, Any], drafter: Any, table: Tensor = TABLE) -> None
     criteria = StoppingCriteriaList([MaxLengthCriteria(config.max_length)])
     machine: Any = SimpleNamespace(compute=lambda *args, **kwargs: None)
     for seed in range(RUNS):
+        getattr(drafter, "new_request", lambda: None)()
         generator = torch.Generator().manual_seed(seed)
         decoding = Decoding(target, machine, drafter, loop, generator=generator, streamer=None)  # type: ignore[arg-type]
         ids = decoding.decode(

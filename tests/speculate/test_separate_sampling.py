@@ -12,14 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from scipy.stats import chisquare
 from torch import Tensor, nn
-from transformers import GenerationConfig, MaxLengthCriteria, StoppingCriteriaList
 
 import specter_lab as sl
-from specter_lab.decoding import Decoding
-from tests.speculate.test_processors import NEW, PROCESSORS, PROMPT, RUNS, TABLE, VOCABULARY, Seam, exact, loop, processors_of, toy
-from tests.speculate.test_processors import Cache as TargetCache
+from tests.speculate.test_processors import PROCESSORS, TABLE, VOCABULARY, sample
 from tests.speculate.test_vocabulary import Tokenizer
 
 SIZES = {"equal": 3, "bigger": 5, "smaller": 2, "renumbered": 3}
@@ -88,14 +84,9 @@ def drafter(kind: str) -> Any:
 
 @pytest.mark.parametrize(("processor", "vocabulary"), CASES)
 def test_tokens_are_distributed_as_the_targets(processor: str, vocabulary: str) -> None:
-    config = GenerationConfig(do_sample=True, **PROCESSORS[processor])
-    processors = processors_of(config)
-    joint, counts, draft = exact(processors), torch.zeros((VOCABULARY,) * NEW), drafter(vocabulary)
+    draft = drafter(vocabulary)
     if vocabulary == "renumbered":
         assert draft.tokens.rows.tolist() == ORDER.tolist()
-    config.max_length, config.eos_token_id = len(PROMPT) + NEW, None
-    criteria = StoppingCriteriaList([MaxLengthCriteria(config.max_length)])
-    machine: Any = SimpleNamespace(compute=lambda *args, **kwargs: None)
     proposed = accepted = 0
 
     def learn(drafted: Any, held: int) -> None:
@@ -103,17 +94,5 @@ def test_tokens_are_distributed_as_the_targets(processor: str, vocabulary: str) 
         proposed, accepted = proposed + len(drafted), accepted + held
 
     draft.learn = learn
-    for seed in range(RUNS):
-        draft.new_request()
-        generator = torch.Generator().manual_seed(seed)
-        decoding = Decoding(Seam(), machine, draft, loop, generator=generator, streamer=None)  # type: ignore[arg-type]
-        given = {"logits_processor": processors, "stopping_criteria": criteria, "generation_config": config}
-        ids = decoding.decode(toy, torch.tensor([PROMPT]), cache=TargetCache(), **given)
-        counts[tuple(ids[0, -NEW:].tolist())] += 1
-    assert float(counts[joint == 0].sum()) == 0, "something impossible was sampled"
-    expected, seen = joint.flatten() * (RUNS / joint.sum()), counts.flatten()
-    rare = expected < 5  # too few for the test: together they may do
-    bins = torch.stack([torch.cat([part[~rare], part[rare].sum()[None]]).double() for part in (seen, expected)])
-    bins = bins[:, bins[1] > 0]
-    assert chisquare(bins[0].numpy(), bins[1].numpy()).pvalue > 1e-3
+    sample(PROCESSORS[processor], draft)
     assert 0.2 < accepted / proposed < 0.98, "both branches of the verification must decide"
