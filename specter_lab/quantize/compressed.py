@@ -113,7 +113,8 @@ class CompressedBank:
         out = torch.empty(self.rebuilt_bytes(key.layer), dtype=torch.uint8)
         try:
             decompress(given, out)
-            sound = _crc(out) == int(given[:HEADER_BYTES].view(torch.int32)[3])
+            again = compress(out)  # with the checksum of what was decompressed
+            sound = torch.equal(given[: len(again)], again)
         except (IndexError, RuntimeError):  # a changed count of escapes
             sound = False
         if not sound:
@@ -160,7 +161,7 @@ def decompress(blob: Tensor, out: Tensor) -> None:
     low, two, one, escapes = blob[HEADER_BYTES : HEADER_BYTES + n + n // 4 + n // 8 + count].split([n, n // 4, n // 8, count])
     compiled = _compiled() if out.device.type == "cpu" else None
     if compiled is not None:
-        compiled(low.data_ptr(), two.data_ptr(), one.data_ptr(), escapes.data_ptr(), n, top, words.data_ptr())
+        compiled(low.data_ptr(), two.data_ptr(), one.data_ptr(), escapes.data_ptr(), count, n, top, words.data_ptr())
     else:
         _decompress(low, two, one, escapes, top, words)
 
@@ -181,11 +182,11 @@ def _compiled() -> Any:
     """C's ``decompress`` where it can be had and gives the same bits; else None."""
     function = getattr(library()[0], "decompress", None)
     if function is not None:
-        function.restype, function.argtypes = None, [*[ctypes.c_void_p] * 4, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+        function.restype, function.argtypes = None, [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3, ctypes.c_void_p]
         words = torch.randint(0, 256, (2, 4096), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)[0]
         parts = compress(words)[HEADER_BYTES:].split([2048, 512, 256, len(compress(words)) - HEADER_BYTES - 2816])
         top, got = int(compress(words)[4:8].view(torch.int32)), torch.empty_like(words)
-        function(*(part.data_ptr() for part in parts), 2048, top, got.data_ptr())
+        function(*(part.data_ptr() for part in parts), len(parts[3]), 2048, top, got.data_ptr())
         if not torch.equal(got, words):
             return None
     return function

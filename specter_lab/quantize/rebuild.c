@@ -194,8 +194,8 @@ void rebuild(const tensor *tensors, const int64_t *widths, const int64_t *sizes,
 }
 
 /* The compiled twin of decompress in compressed.py: n words (a multiple of 8) out of their planes and escapes. */
-void decompress(const uint8_t *low, const uint8_t *two, const uint8_t *one, const uint8_t *escapes, int64_t n, int64_t top, uint16_t *out) {
-    int64_t eighth = n / 8;
+void decompress(const uint8_t *low, const uint8_t *two, const uint8_t *one, const uint8_t *escapes, int64_t count, int64_t n, int64_t top, uint16_t *out) {
+    int64_t eighth = n / 8, used = 0;
     uint16_t lowest = (uint16_t)((top - 7) << 7);
     for (int part = 0; part < 8; part++) {
         const uint8_t *l = low + part * eighth, *t = two + part % 2 * eighth;
@@ -210,6 +210,6 @@ void decompress(const uint8_t *low, const uint8_t *two, const uint8_t *one, cons
         int64_t end = start + 32 < n ? start + 32 : n;
         for (int64_t j = start; j < end; j++) any |= (out[j] & 0x7f80) == lowest;
         for (int64_t j = start; any && j < end; j++)
-            if ((out[j] & 0x7f80) == lowest) out[j] = (uint16_t)((out[j] & 0x807f) | (uint16_t)*escapes++ << 7);
+            if ((out[j] & 0x7f80) == lowest && used < count) out[j] = (uint16_t)((out[j] & 0x807f) | (uint16_t)escapes[used++] << 7);
     }
 }

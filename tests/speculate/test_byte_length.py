@@ -1,0 +1,73 @@
+"""Draft length by bytes: what it has seen decides."""
+
+import pytest
+
+import specter_lab as sl
+from specter_lab.speculate.byte_length import ByteLength
+
+
+class Device:
+    """A step: ``draft_us`` a token, ``adds_us`` of missing experts each, verification takes ``pass_us`` and what is missing."""
+
+    def __init__(self, draft_us, adds_us, pass_us):
+        self.draft_us, self.adds_us, self.pass_us, self.now, self.missing = draft_us, adds_us, pass_us, 0.0, 0.0
+
+    def now_us(self):
+        return self.now
+
+    def missing_us(self):
+        return self.missing
+
+    def step(self, length, step, accept):
+        limit, drafted = length.choose(step, 100), 0
+        while drafted < limit:
+            self.now, self.missing, drafted = self.now + self.draft_us, self.missing + self.adds_us, drafted + 1
+            if not length.go_on(drafted):
+                break
+        self.now += self.pass_us + self.missing
+        self.missing = 0.0
+        length.learn(drafted, min(drafted, accept))
+        return drafted
+
+
+def lengths(device, accept, steps=40, **options):
+    length = ByteLength(**options)
+    length.bind(device)
+    return [device.step(length, step, accept) for step in range(1, steps + 1)]
+
+
+def test_cheap_good_drafts_grow_long():
+    assert lengths(Device(draft_us=10, adds_us=0, pass_us=10_000), accept=100)[-1] == 8
+
+
+def test_drafts_end_where_they_stop_being_accepted():
+    late = lengths(Device(draft_us=1_000, adds_us=1_000, pass_us=5_000), accept=2)[-10:]
+    assert 1 <= max(late) <= 3
+
+
+def test_no_drafts_when_none_is_accepted_and_bytes_cost():
+    late = lengths(Device(draft_us=5_000, adds_us=20_000, pass_us=5_000), accept=0)[-15:]
+    assert late.count(0) >= 13  # now and then one is tried
+
+
+def test_a_request_begins_as_if_it_were_the_first():
+    length, device = ByteLength(), Device(10, 0, 10_000)
+    length.bind(device)
+    first = [device.step(length, step, 100) for step in range(1, 9)]
+    length.new_request()
+    device.now = 0.0
+    assert [device.step(length, step, 100) for step in range(1, 9)] == first
+
+
+def test_it_stops_drafting_early_in_a_pipeline():
+    with sl.load_moe("tiny-moe", dtype="float32") as moe:
+        options = {"machine": sl.SimulatedMachine(0.02), "slots": 4, "predictor": sl.DraftLookahead()}
+        with sl.Pipeline(moe, drafter=sl.SelfDrafter(moe.quantize("qint2")), draft_length=ByteLength(), **options) as pipeline:
+            run = pipeline.generate(sl.load_prompts("code")[0].text, max_new_tokens=48, do_sample=False)
+    drafted = run.trace.of_kind("draft_length")["value"]
+    assert len(set(drafted)) > 1 and len(run.new_ids) == 48
+
+
+def test_impossible_lengths_are_refused():
+    with pytest.raises(ValueError, match="first=9, longest=8"):
+        ByteLength(first=9)
