@@ -92,7 +92,8 @@ def compare(
     skip_unfit: bool = False,
     **options: Any,
 ) -> Comparison:
-    """Run every prompt through every system, in turn (A B C, A B C, ...), each from empty slots.
+    """Run every prompt through every system, in turn (A B C, A B C, ...), each from empty slots, or, for a pipeline made with
+    ``warm=True``, from the slots that its last prompt left; ``start`` of its row says which.
 
     ``systems``: names of ``baselines`` (then ``target``, ``machine`` and ``memory`` say what they are built with, and
     ``system_options`` what one of them needs besides), pipelines, or pipelines by name. ``references``: for each prompt
@@ -126,7 +127,8 @@ def compare(
             for prompt in prompts:
                 for name, pipeline in pipelines.items():
                     bar.set_description(name)
-                    pipeline.reset()
+                    if not pipeline.warm:
+                        pipeline.reset()
                     if isinstance(pipeline.target, ReplayTarget):
                         runs[name].append(pipeline.replay(prompt, prompt_tokens=prompt_tokens or 16, **options))
                     else:

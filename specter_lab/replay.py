@@ -2,9 +2,9 @@
 
 Semantics. One call of a layer is one *event*: all experts that its rows need are judged together (hit, late, miss)
 before any of them is admitted. Experts of a call are served residents first, then in the order of arrival; ties go to
-the lower id everywhere. A rejected draft's row is routed like a token that isn't in the text, and counts as needed. A
-replay starts cold unless ``warm``, its prefill is step 0, and figures per token are of what follows, so warm-up and
-prompt don't leak into them.
+the lower id everywhere, and ``Relabelled`` draws the ids by a seed, so that what ties do can be told apart. A rejected
+draft's row is routed like a token that isn't in the text, and counts as needed. A replay starts cold unless ``warm``,
+its prefill is step 0, and figures per token are of what follows, so warm-up and prompt don't leak into them.
 
 Source: on what replay semantics change, arXiv 2608.07911.
 """
@@ -12,6 +12,7 @@ Source: on what replay semantics change, arXiv 2608.07911.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
@@ -44,6 +45,35 @@ class ReplayableText(Protocol):
 
     def window(self, start: int, length: int) -> ReplayWindow:
         """The draft's and the target's routing of that step; rows after the accepted stand for wrong tokens."""
+
+
+class Relabelled:
+    """The same text with the experts of each layer renamed by a permutation drawn with ``seed``: it breaks all ties otherwise.
+
+    ``counts``: experts of each layer. What doesn't depend on ties comes out the same for every seed.
+
+    >>> from types import SimpleNamespace
+    >>> text = SimpleNamespace(experts=np.array([[[0, 1]]]), gate=np.array([[[-1, -1]]]))
+    >>> sorted(Relabelled(text, [2], seed=3).experts[0, 0].tolist())
+    [0, 1]
+    """
+
+    def __init__(self, text: ReplayableText, counts: Sequence[int], *, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self._names = np.full((len(counts), max(counts) + 1), -1)  # the last column is that of -1, which stays
+        for layer, count in enumerate(counts):
+            self._names[layer, :count] = rng.permutation(count)
+        self.text = text
+        self.experts, self.gate = self._renamed(text.experts), self._renamed(text.gate)
+
+    def window(self, start: int, length: int) -> ReplayWindow:
+        """The text's own window, renamed."""
+        window: Any = self.text.window(start, length)
+        draft, needed = self._renamed(window.draft), self._renamed(window.needed)
+        return SimpleNamespace(draft=draft, needed=needed, accepted=window.accepted)
+
+    def _renamed(self, ids: np.ndarray) -> np.ndarray:
+        return self._names[np.arange(ids.shape[1])[:, None], ids]
 
 
 class ShapeStore:

@@ -38,6 +38,7 @@ def row_of(system: str, runs: Sequence[Generation]) -> dict[str, Any]:
     return {
         "system": system,
         "prompts": len(runs),
+        "start": runs[0].conditions["start"],
         "ttft_ms": float(figures["ttft_ms"].median()),
         "tpot_ms": {"mean": float(tpot.mean()), "median": float(tpot.median()), "p95": float(tpot.quantile(0.95))}
         if len(tpot)

@@ -202,3 +202,30 @@ def test_help_is_quick_and_unknown_commands_fail():
     with pytest.raises(SystemExit) as unknown:
         main(["dem"])
     assert unknown.value.code == 2
+
+
+def test_the_compare_command_prints_what_was_agreed(capsys):
+    code = main(["compare", "--case", "ds_low", "--systems", "on_demand,specter", "--prompts", "3", "--max-new-tokens", "4", "--json"])
+    printed = json.loads(capsys.readouterr().out)
+    assert code == 0 and printed["machine"] == "simulated" and printed["bytes_short"] == {}
+    for row in printed["rows"]:
+        assert set(row) >= KEYS | {"case"} and row["case"] == "ds_low"
+        assert len(row["ci95"]) == 2 and row["ci95"][0] <= row["speedup_vs_fastest_rival"] <= row["ci95"][1]
+    assert main(["compare", "--systems", "on_demand,oracle", "--prompts", "1", "--max-new-tokens", "3"]) == 0
+    assert "TPOT ms mean" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--case", "ds_hihg"], "Did you mean ds_high"),
+        (["--systems", "spectre"], "Did you mean specter"),
+        (["--systems", "on_demand", "--memory", "1MB", "--prompts", "1"], "on_demand lacks"),
+        (["--case", "ds_high", "--machine", "throttled"], "simulated; got --machine throttled"),
+        (["--prompts", "0"], "got 0"),
+    ],
+)
+def test_bad_input_to_the_compare_command(arguments, message, capsys):
+    assert main(["compare", "--max-new-tokens", "2", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error

@@ -97,8 +97,8 @@ MECHANISMS: dict[str, Mechanism] = {
 def ablate(system: System, prompts: Sequence[Any] | None = None, **options: Any) -> Experiment:
     """Each mechanism of a system removed, and each alone, at the same memory; one row a variant, over ``prompts``.
 
-    ``share``: of the whole system's gain in mean TPOT over LRU slots on demand, what is lost without the mechanism
-    (removed) or reached with it (alone); NaN where the system gains nothing. The shares needn't add up: mechanisms need
+    ``share``: of the whole system's gain in mean TPOT over LRU slots on demand (of its loss, where it is slower), what is lost
+    without the mechanism (removed) or reached with it (alone). The shares needn't add up: mechanisms need
     one another. Device memory that a mechanism took goes to slots when it is removed. A mechanism that can't be alone is
     joined by the least that it needs: lookahead, its timing and the barrier by the draft, and what is looked ahead at is then
     planned once, at the end of the draft. Quantization removed is a draft by prompt lookup, since a full-precision draft
@@ -126,5 +126,5 @@ def ablate(system: System, prompts: Sequence[Any] | None = None, **options: Any)
     tpot = table["tpot_ms.mean"]
     gain = tpot["on_demand"] - tpot["whole"]
     lost = table.index.str.startswith("without")
-    table.insert(0, "share", ((tpot - tpot["whole"]).where(lost, tpot["on_demand"] - tpot) / gain) if gain > 0 else float("nan"))
+    table.insert(0, "share", ((tpot - tpot["whole"]).where(lost, tpot["on_demand"] - tpot) / gain) if gain else float("nan"))
     return Experiment(table, plot_column(table, title=f"{recipe.name}: each mechanism removed and alone"))
