@@ -29,14 +29,17 @@ from specter_lab.observe.export import save_chrome_trace, to_chrome_trace
 from specter_lab.observe.metrics import prediction_scores, summarize
 from specter_lab.observe.trace import Trace
 from specter_lab.offload.eviction import LFU, LRU, ClairvoyantEviction, LookaheadLRU
+from specter_lab.offload.expected_use import ExpectedUse
 from specter_lab.offload.misses import AlwaysHost, SplitByFinish
 from specter_lab.opening import load_moe
 from specter_lab.pipeline import Pipeline
 from specter_lab.planning import plan_memory
+from specter_lab.plans import planned, try_plans
 from specter_lab.plots.html import save_html
 from specter_lab.plots.style import describe_colours
 from specter_lab.plots.timeline import plot_timeline
 from specter_lab.quantize import Dense, ExpertBank, Quanto, format_named
+from specter_lab.quantize.compressed import CompressedBank
 from specter_lab.quantize.residual import ResidualBank
 from specter_lab.recorded import RecordedText, record_text
 from specter_lab.records import (
@@ -58,6 +61,7 @@ from specter_lab.routing.log import RoutingLog
 from specter_lab.routing.predictors import CutoffLookahead, DraftLookahead, NextLayerGate, NoPrediction, Oracle
 from specter_lab.routing.recorder import RouterRecorder
 from specter_lab.routing.synthetic import SyntheticRouting
+from specter_lab.speculate.byte_length import ByteLength
 from specter_lab.speculate.copied import CopiedDrafter
 from specter_lab.speculate.draft_length import FixedLength, HeuristicLength
 from specter_lab.speculate.drafters import PromptLookupDrafter, SelfDrafter
@@ -77,9 +81,11 @@ __all__ = [
     "AlwaysHost",
     "Architecture",
     "BudgetError",
+    "ByteLength",
     "ChunkedLookahead",
     "ClairvoyantEviction",
     "Comparison",
+    "CompressedBank",
     "Conditions",
     "CopiedDrafter",
     "CostTable",
@@ -91,6 +97,7 @@ __all__ = [
     "DoctorReport",
     "DraftLookahead",
     "DraftToken",
+    "ExpectedUse",
     "Experiment",
     "ExpertBank",
     "ExpertKey",
@@ -149,6 +156,7 @@ __all__ = [
     "mispredictions",
     "oracle_bound",
     "plan_memory",
+    "planned",
     "plot_timeline",
     "prediction_scores",
     "prepare_moe",
@@ -159,6 +167,7 @@ __all__ = [
     "schedule_bound",
     "summarize",
     "to_chrome_trace",
+    "try_plans",
     "verify_greedy",
     "verify_sampled",
 ]

@@ -117,7 +117,7 @@ class ShapeStore:
 
 
 class ResidualShapes(ShapeStore):
-    """Residual or compressed experts without bytes, of experts that take ``rebuilt`` bytes each: rebuilding is charged, and gives nothing."""
+    """Residual or compressed experts without bytes, ``rebuilt`` to so many each: rebuilding is charged, and gives nothing."""
 
     def __init__(self, experts: Sequence[int], sizes: Sequence[int], rebuilt: Sequence[int], name: str) -> None:
         super().__init__(experts, sizes, name)

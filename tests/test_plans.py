@@ -60,7 +60,7 @@ def test_a_trial_orders_what_fits_and_says_what_does_not():
 
 
 def test_bad_plans_and_trials_are_refused(attached):
-    with pytest.raises(ValueError, match="A plan is one of residual, .*; got 'best'"):
+    with pytest.raises(ValueError, match=r"A plan is one of residual, .*; got 'best'"):
         planned(attached, "best")
     with pytest.raises(ValueError, match="at least one text; got none"):
         try_plans(attached, [])

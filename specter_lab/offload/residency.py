@@ -51,8 +51,7 @@ class Residency:
         self._pool = [torch.zeros(n, size, dtype=torch.uint8, device=device) for n, size in zip(self.slots, sizes, strict=True)]
         self._rows = [list(pool.unbind()) for pool in self._pool]
         self._weights: list[list[Mapping[str, Tensor]]] = [
-            [{} if self.rebuilds else store.weights(layer, blob) for blob in rows]
-            for layer, rows in enumerate(self._rows)
+            [{} if self.rebuilds else store.weights(layer, blob) for blob in rows] for layer, rows in enumerate(self._rows)
         ]
         self._free = [list(range(n)) for n in self.slots]
         self._slot: list[dict[ExpertKey, int]] = [{} for _ in self.slots]

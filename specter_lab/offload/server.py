@@ -33,8 +33,11 @@ class MissSplit(Protocol):
     def on_host(
         self, missing: dict[ExpertKey, int], moved: Callable[[ExpertKey], int], read: Callable[[ExpertKey], int], machine: Machine
     ) -> set[ExpertKey]:
-        """A subset of ``missing`` (key -> rows that use it, those least worth keeping first); ``moved`` and ``read``: an expert's bytes on link and
-        host, where 0 are moved of what is on the link already: it is there when the link's backlog is over."""
+        """A subset of ``missing`` (key -> rows that use it, those least worth keeping first).
+
+        ``moved`` and ``read``: an expert's bytes on link and host. 0 are moved of one that is on the link already: it is there
+        when the link's backlog is over.
+        """
 
 
 class OffloadServer:

@@ -140,8 +140,8 @@ def compress(dense: Tensor) -> Tensor:
     index = torch.where((distance >= 0) & (distance < WINDOW), distance, WINDOW).to(torch.uint8)
     escapes = exponents[index == WINDOW]
     quarters, eighths = index.view(4, -1), index.view(8, -1)
-    two = sum((quarters[q] & 3) << 2 * q for q in range(4))
-    one = sum((eighths[e] >> 2) << e for e in range(8))
+    two = torch.stack([(quarters[q] & 3) << 2 * q for q in range(4)]).sum(0, dtype=torch.uint8)
+    one = torch.stack([(eighths[e] >> 2) << e for e in range(8)]).sum(0, dtype=torch.uint8)
     low = ((words >> 8 & 128) | (words & 127)).to(torch.uint8)
     header = torch.zeros(HEADER_BYTES // 4, dtype=torch.int32)
     header[:4] = torch.tensor([1, top, len(escapes), _crc(dense.cpu())], dtype=torch.int32)

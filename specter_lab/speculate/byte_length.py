@@ -6,7 +6,6 @@ import numpy as np
 
 from specter_lab.pieces import DeviceView
 
-
 _PRIOR, _WEIGHT = 0.9, 8.0  # acceptance before anything was judged, and for how many observations it stands
 _SEEN = 4  # steps before the fit is trusted
 _SURE = 1.1  # a step without drafts must be predicted to be so much faster: the fit has seen few of them
@@ -15,12 +14,13 @@ _SURE = 1.1  # a step without drafts must be predicted to be so much faster: the
 class ByteLength:
     """Chooses the length of each draft from what this cache lacks, this link's and host's speed, and what was accepted so far.
 
-    After n drafted tokens a step gives A(n) = 1 + a_1 + a_1 a_2 + ... tokens (a_i: acceptance at position i so far, from
-    that at all positions, from 0.9, each with the weight of 8 observations) in the time spent drafting so far and a verification of V(n) = a + b W(n) + c n, with W(n) the time in which
-    link and host together bring or compute every expert that is wanted and absent. a, b, c are fitted to this request's own
-    steps (ridge regression from b = 1). Drafting stops when the next token would lower A / (time + V): it brings its own
-    missing experts (moving average by position), while the link brings others as it is drafted. Length 0 is used once it
-    is predicted to be faster than any other; every 16th of such steps drafts one token, to notice when that changes.
+    After n drafted tokens a step gives A(n) = 1 + a_1 + a_1 a_2 + ... tokens (a_i: acceptance at position i so far, starting
+    from that at all positions, which starts from 0.9, each with the weight of 8 observations) in the time spent drafting
+    so far and a verification of V(n) = a + b W(n) + c n. W(n) is the time in which link and host together bring or compute
+    every expert that is wanted and absent; a, b, c are fitted to this request's own steps (ridge regression from b = 1).
+    Drafting stops when the next tokens would lower A / (time + V): each brings its own missing experts (moving average by
+    position), while the link brings others as it is drafted. Length 0 is used once it is predicted to be faster than any
+    other; every 16th of such steps drafts one token, to notice when that changes. The first steps draft ``first`` tokens.
 
     Source: our own; A(n) as in MoE-SpeQ's governor (arXiv 2511.14102).
 

@@ -367,10 +367,10 @@ def test_what_can_not_be_built_is_refused(source: TensorSource) -> None:
 
 @pytest.fixture
 def forget() -> Any:
-    for cached in (compiling._build, compiling._warn_once):
+    for cached in (compiling.library, compiling._build, compiling._warn_once):
         cached.cache_clear()
     yield
-    for cached in (compiling._build, compiling._warn_once):
+    for cached in (compiling.library, compiling._build, compiling._warn_once):
         cached.cache_clear()
 
 
