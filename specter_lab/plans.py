@@ -18,7 +18,7 @@ from specter_lab.routing.predictors import DraftLookahead, NextLayerGate
 from specter_lab.speculate.byte_length import ByteLength
 from specter_lab.speculate.drafters import SelfDrafter
 
-PLANS = ("residual", "residual on arrival", "compressed", "compressed on arrival")
+PLANS = ("residual", "residual on arrival", "compressed", "compressed on arrival", "dense")
 
 
 def planned(
@@ -28,8 +28,8 @@ def planned(
 
     "residual": all codes are resident and draft; the link brings residuals, by the draft's lookahead. "compressed": no
     codes and no draft; the link brings losslessly compressed experts, by the next layer's gate. Slots hold what the link
-    brings, or, "on arrival", rebuilt experts: fewer of them, with nothing to rebuild at use. ``bank`` and ``residual``:
-    those of the residual plans, if they are at hand.
+    brings, or, "on arrival", rebuilt experts: fewer of them, with nothing to rebuild at use. "dense": experts as they are, on
+    demand, for links so fast that nothing else pays. ``bank`` and ``residual``: those of the residual plans, if at hand.
 
     >>> import specter_lab as sl
     >>> with planned(sl.load_moe("tiny-moe"), "compressed", machine=sl.SimulatedMachine()) as pipeline: pipeline.drafter is None
@@ -42,7 +42,8 @@ def planned(
         drafter = SelfDrafter(bank or target.quantize("qint4"))
         pieces |= {"drafter": drafter, "draft_length": ByteLength(), "predictor": DraftLookahead(), "residual": residual or True}
     else:
-        pieces |= {"predictor": NextLayerGate(target), "residual": target.compressed()}
+        if plan != "dense":
+            pieces |= {"predictor": NextLayerGate(target), "residual": target.compressed()}
         options = {name: value for name, value in options.items() if name != "draft_length"}
     return Pipeline(target, **{**pieces, **options})
 
