@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,11 @@ import specter_lab as sl
 from specter_lab.planning import stand_in
 
 LENGTHS, SLOTS, LONGEST = (16, 128, 512), {"low": 3, "middle": 6, "high": 12}, 16
-LINK_GB_S, REBUILD_US = 0.1, 65.0
+LINK_GB_S, TRIAL = 0.1, 2
 KEPT = Path("build/recorded")
 WHAT = (
     "rows of sl.compare for each memory / prompt length: the bundled model's own greedy texts, replayed on the simulated machine "
-    f"({LINK_GB_S} GB/s, default costs, rebuilding a residual {REBUILD_US:g} us: the ratio to an expert's compute that the cases derive). "
-    f"Memory: what a qint4 self-draft takes "
+    f"({LINK_GB_S} GB/s, default costs). Memory: what a qint4 self-draft takes "
     f"with {', '.join(f'{n} ({name})' for name, n in SLOTS.items())} slots a layer; intervals are 95 % over prompts"
 )
 
@@ -65,16 +63,16 @@ def library() -> list[sl.RoutingLog]:
 def work(cell: str, *, prompts: int, new_tokens: int) -> dict[str, Any]:
     """One memory and prompt length."""
     level, length = cell.split("/")[0], int(cell.split("/")[1])
-    target, texts = stand_in(sl.load_moe("tiny-moe", dtype="float32")), texts_of(int(length), prompts, new_tokens)
+    target, texts = stand_in(sl.load_moe("tiny-moe", dtype="float32")), texts_of(length, prompts + TRIAL, new_tokens)
     context = length + new_tokens
     memory = sl.plan_memory(target, "lookahead", slots=SLOTS[level], context_length=context).device.total
-    costs = sl.CostTable()
-    machine = sl.SimulatedMachine(LINK_GB_S, costs=replace(costs, target=replace(costs.target, rebuild_us=REBUILD_US)))
+    machine = sl.SimulatedMachine(LINK_GB_S)
+    own = {"activation_aware": {"library": library()}, "specter_plus": {"trial": texts[prompts:]}}
     done = sl.compare(
-        list(sl.baselines.SYSTEMS), texts, target=target, machine=machine, memory=memory, context_length=context, skip_unfit=True,
-        system_options={"activation_aware": {"library": library()}}, prompt_tokens=length, max_new_tokens=new_tokens,
+        list(sl.baselines.SYSTEMS), texts[:prompts], target=target, machine=machine, memory=memory, context_length=context,
+        skip_unfit=True, system_options=own, max_new_tokens=new_tokens,
     )  # fmt: skip
-    return {"memory_bytes": memory, **done.as_dict(), "conditions": {"prompts": len(texts), "acceptance": _acceptance(texts)}}
+    return {"memory_bytes": memory, **done.as_dict(), "conditions": {"prompts": prompts, "acceptance": _acceptance(texts[:prompts])}}
 
 
 def _acceptance(texts: list[sl.RecordedText]) -> float:

@@ -158,6 +158,7 @@ _COLUMNS = {
     "recall": ("recall", ".2f"), "precision": ("precision", ".2f"), "on time": ("on_time", ".2f"),
     "MB moved": ("moved_mb_per_token", ".2f"),
     "MB wasted": ("wasted_mb_per_token", ".2f"), "ms exposed": ("exposed_ms_per_token", ".1f"), "speed-up": ("speedup", ".2f"),
+    "vs fastest rival": ("speedup_vs_fastest_rival", ".2f"), "share of bound": ("share_of_bound", ".2f"),
 }  # fmt: skip
 
 

@@ -99,7 +99,7 @@ def compare(
     ``system_options`` what one of them needs besides), pipelines, or pipelines by name. ``references``: for each prompt
     the new token ids that every system must give (the first system's, if not given). ``confidence``: of the intervals
     over prompts; by default 0.95, or none below three prompts. ``options`` go to ``generate``. For a ``ReplayTarget``
-    prompts are texts, with ``prompt_tokens`` and ``max_new_tokens``.
+    prompts are texts, with ``max_new_tokens`` and ``prompt_tokens`` (the text's own or 16, if not given).
 
     Each row is what ``row_of`` gives, its shares of the bounds (``shares_of_bounds``), and its speed-ups, ratios of mean TPOT with
     intervals: ``speedup`` over the fastest system that doesn't look ahead (``looks_ahead``), ``speedup_vs_fastest_rival`` over the
@@ -130,7 +130,8 @@ def compare(
                     if not pipeline.warm:
                         pipeline.reset()
                     if isinstance(pipeline.target, ReplayTarget):
-                        runs[name].append(pipeline.replay(prompt, prompt_tokens=prompt_tokens or 16, **options))
+                        given = prompt_tokens or int(getattr(prompt, "prompt_tokens", 16))
+                        runs[name].append(pipeline.replay(prompt, prompt_tokens=given, **options))
                     else:
                         runs[name].append(pipeline.generate(prompt, **options))
                     bar.update()

@@ -65,7 +65,8 @@ def plan_memory(
     sizes: dict[str, Any] = {"slots": slots, "memory": budget, "context_length": context_length}
     try:
         if isinstance(system, Pipeline):
-            return divide_memory(system.target, drafter=system.drafter, store=system.residency.store, **sizes)
+            pieces: dict[str, Any] = {"drafter": system.drafter, "store": system.residency.store, "on_arrival": system.residency.on_arrival}
+            return divide_memory(system.target, **pieces, **sizes)
         shapes = stand_in(target, dtype)
         if name == "activation_aware" and "library" not in options:  # what it has recorded takes no device memory
             options["library"] = [SimpleNamespace(experts=torch.zeros(1, shapes.layers, 1, dtype=torch.int64))]

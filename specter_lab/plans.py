@@ -59,8 +59,8 @@ def try_plans(
 ) -> pd.DataFrame:
     """Run every plan on ``texts`` and compare: plan (index), tpot_ms (mean over texts), slots a layer, or why it can't be.
 
-    ``texts``: prompts for a model, texts to replay (from ``prompt_tokens`` on) for a ``ReplayTarget``; not those that are
-    measured later. ``options``: machine, memory and the rest, as for ``planned``. The fastest comes first.
+    ``texts``: prompts for a model, texts to replay (from their own ``prompt_tokens`` on, or these) for a ``ReplayTarget``; not
+    those that are measured later. ``options``: machine, memory and the rest, as for ``planned``. The fastest comes first.
 
     >>> import specter_lab as sl
     >>> moe = sl.load_moe("tiny-moe")
@@ -75,7 +75,8 @@ def try_plans(
         try:
             with planned(target, plan, **options) as pipeline:
                 if isinstance(target, ReplayTarget):
-                    runs = [pipeline.replay(text, prompt_tokens=prompt_tokens, max_new_tokens=max_new_tokens) for text in texts]
+                    begins = [getattr(text, "prompt_tokens", prompt_tokens) for text in texts]
+                    runs = [pipeline.replay(t, prompt_tokens=n, max_new_tokens=max_new_tokens) for t, n in zip(texts, begins, strict=True)]
                 else:
                     runs = [pipeline.generate(text, max_new_tokens=max_new_tokens, do_sample=False) for text in texts]
                 times = [run.metrics["tpot_ms"] for run in runs]

@@ -54,7 +54,13 @@ class RecordedText:
         return len(self.experts)
 
     def window(self, start: int, length: int) -> Any:
-        """Draft ``length`` tokens from the one at ``start``; fewer at the end. ``ValueError`` for more than were recorded."""
+        """Draft ``length`` tokens from the one at ``start``; fewer at the end. ``ValueError`` for what wasn't recorded: longer
+        drafts, and those inside the prompt."""
+        if start < self.prompt_tokens - 1:
+            raise ValueError(
+                f"Drafts were recorded after the prompt of {self.prompt_tokens} tokens; this one begins at token {start}. "
+                f"Replay with prompt_tokens={self.prompt_tokens}."
+            )
         if length > self.strayed.shape[1]:
             raise ValueError(
                 f"Runs of {self.strayed.shape[1]} wrong tokens were recorded; a window drafts {length}. Record with longest_draft={length}."

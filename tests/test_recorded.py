@@ -66,6 +66,8 @@ def test_a_wrong_proposal_is_followed_by_what_it_would_have_led_to(text):
     assert (window.needed[1:] == text.strayed[run, :3]).all() and (window.draft[1:] == text.strayed_draft[run, :2]).all()
     with pytest.raises(ValueError, match="Record with longest_draft=5"):
         text.window(place, 5)
+    with pytest.raises(ValueError, match=r"begins at token 0\. Replay with prompt_tokens="):
+        text.window(0, 2)
 
 
 def test_saved_and_read_again(text, tmp_path):
@@ -79,13 +81,14 @@ def test_saved_and_read_again(text, tmp_path):
 def test_routing_of_another_model_is_refused(moe, text):
     pieces = {"machine": sl.SimulatedMachine(), "slots": 6}
     with sl.Pipeline(stand_in(moe), **pieces) as pipeline:
+        begin = {"prompt_tokens": text.prompt_tokens}
         foreign = replace(text, fingerprint="0" * 16)
         with pytest.raises(ValueError, match="fingerprint 0000000000000000, not"):
-            pipeline.replay(foreign, prompt_tokens=4, max_new_tokens=4)
+            pipeline.replay(foreign, max_new_tokens=4, **begin)
         narrow = replace(text, experts=text.experts[:, :3])
         with pytest.raises(ValueError, match=r"3 layers of 4 a token, not 8 of 4 of tiny-moe\. Record it again"):
-            pipeline.replay(narrow, prompt_tokens=4, max_new_tokens=4)
-        assert pipeline.replay(text, prompt_tokens=4, max_new_tokens=4).metrics["tokens"] == 4
+            pipeline.replay(narrow, max_new_tokens=4, **begin)
+        assert pipeline.replay(text, max_new_tokens=4, **begin).metrics["tokens"] == 4
     other = sl.load_moe(tiny("mixtral"))
     with torch.no_grad(), sl.RouterRecorder(other) as recorder:
         other.model(torch.tensor([[1, 2, 3]]))

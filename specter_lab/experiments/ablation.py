@@ -19,7 +19,9 @@ from specter_lab.speculate.drafters import PromptLookupDrafter
 
 Pieces = dict[str, Any]
 NOTHING_AHEAD: Pieces = {"predictor": None, "barrier": False}
-DRAFT = ("drafter", "draft_length", "residual")
+WHOLE_EXPERTS: Pieces = {"residual": False, "on_arrival": False}
+DRAFT = ("drafter", "draft_length")
+BYTES = ("drafter", "residual", "on_arrival")
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,11 @@ def _reads_draft(pipeline: Pipeline) -> bool:
     return bool(getattr(pipeline.predictor, "reads_routing", False))
 
 
+def _needs_codes(pipeline: Pipeline) -> bool:
+    """Whether what crosses the link is rebuilt beside the draft's codes."""
+    return pipeline.residency.rebuilds and getattr(pipeline.drafter, "bank", None) is not None
+
+
 def _only(pieces: Pieces, *names: str, **more: Any) -> Pieces:
     return {**{name: pieces[name] for name in names}, **more}
 
@@ -47,14 +54,14 @@ def _only(pieces: Pieces, *names: str, **more: Any) -> Pieces:
 MECHANISMS: dict[str, Mechanism] = {
     "quantization": Mechanism(
         lambda p: getattr(p.drafter, "bank", None) is not None and not isinstance(p.target, ReplayTarget),
-        lambda p: {"drafter": PromptLookupDrafter(), "residual": False, **(NOTHING_AHEAD if _reads_draft(p) else {})},
-        lambda pieces: _only(pieces, "drafter", "residual", draft_length=0),
+        lambda p: {"drafter": PromptLookupDrafter(), **WHOLE_EXPERTS, **(NOTHING_AHEAD if _reads_draft(p) else {})},
+        lambda pieces: _only(pieces, *BYTES, draft_length=0),
     ),
     "speculation": Mechanism(
         lambda p: p.drafter is not None,
         # residuals need the draft's codes, drafted with or not
-        lambda p: {"draft_length": 0, **NOTHING_AHEAD, **({} if p.residency.rebuilds else {"drafter": None})},
-        lambda pieces: _only(pieces, "drafter", "draft_length"),
+        lambda p: {"draft_length": 0, **NOTHING_AHEAD, **({} if _needs_codes(p) else {"drafter": None})},
+        lambda pieces: _only(pieces, *DRAFT),
     ),
     "lookahead": Mechanism(
         _reads_draft,
@@ -76,10 +83,10 @@ MECHANISMS: dict[str, Mechanism] = {
         lambda p: {"barrier": False},
         lambda pieces: _only(pieces, *DRAFT, predictor=ChunkedLookahead("late"), barrier=True),
     ),
-    "residual experts": Mechanism(
+    "fewer bytes": Mechanism(
         lambda p: p.residency.rebuilds,
-        lambda p: {"residual": False},
-        lambda pieces: _only(pieces, "drafter", "residual", draft_length=0),
+        lambda p: WHOLE_EXPERTS,
+        lambda pieces: _only(pieces, *BYTES, draft_length=0),
     ),
     "draft length": Mechanism(
         lambda p: p.drafter is not None and not isinstance(p.draft_length, FixedLength),
@@ -103,7 +110,8 @@ def ablate(system: System, prompts: Sequence[Any] | None = None, **options: Any)
     joined by the least that it needs: lookahead, its timing and the barrier by the draft, and what is looked ahead at is then
     planned once, at the end of the draft. Quantization removed is a draft by prompt lookup, since a full-precision draft
     would have to be offloaded itself (left out in replays, whose drafts have no tokens); alone, it is the codes resident and,
-    with residual experts, used, without drafting. ``prompts``: bundled ones, one of each kind, if not given.
+    with residual experts, used, without drafting. "fewer bytes": residual or compressed experts. ``prompts``: bundled ones, one
+    of each kind, if not given.
 
     >>> import specter_lab as sl
     >>> kw = dict(target=sl.load_moe("tiny-moe"), machine=sl.SimulatedMachine(), memory="12MB", max_new_tokens=6)

@@ -37,6 +37,7 @@ class Recipe:
         **options: Any,
     ) -> None:
         self.system = system
+        self._made: dict[str, Any] | None = None
         self.options = {"machine": machine, "memory": memory, "context_length": context_length, **options}
         if isinstance(system, Pipeline):
             budget = system.plan.budget or system.plan.device.total
@@ -49,18 +50,15 @@ class Recipe:
             raise ValueError(f"A system runs on a target; {self.name} was given none. Give target=..., machine=... and memory=...")
 
     def build(self, **changes: Any) -> Pipeline:
-        """The system with these pieces instead of its own, named as in ``Pipeline``."""
-        if isinstance(self.system, Pipeline):
-            return Pipeline(self.target, **{**self.options, **self.pieces(), **changes})
+        """The system with these pieces instead of its own, named as in ``Pipeline``.
+
+        A named system is made anew only for another ``memory``: packing experts, or trying plans, is slow.
+        """
+        if isinstance(self.system, Pipeline) or set(changes) - {"memory"}:
+            kind = type(self.system) if isinstance(self.system, Pipeline) else Pipeline
+            return kind(self.target, **{**self.sizes, **self.pieces(), **changes})
         make = named(self.system) if isinstance(self.system, str) else self.system
-        pipeline = make(self.target, **{**self.options, **changes})
-        if not changes:  # packing is slow: the next one takes what this one made
-            bank = getattr(pipeline.drafter, "bank", None)
-            if bank is not None:
-                self.options.setdefault("bank", bank)
-            if pipeline.residency.rebuilds:
-                self.options.setdefault("residual", pipeline.residency.store)
-        return pipeline
+        return make(self.target, **{**self.options, **changes})
 
     def bare(self, **pieces: Any) -> Pipeline:
         """These pieces alone, at the same memory: without any, LRU slots on demand."""
@@ -73,31 +71,41 @@ class Recipe:
 
     def pieces(self) -> dict[str, Any]:
         """The system's own pieces, fit for one more pipeline."""
-        if isinstance(self.system, Pipeline):
-            return pieces_of(self.system)
-        with self.build() as donor:
-            return pieces_of(donor)
+        if self._made is None:
+            if isinstance(self.system, Pipeline):
+                self._made = pieces_of(self.system)
+            else:
+                with self.build() as donor:
+                    self._made = pieces_of(donor)
+        return {name: copy.deepcopy(piece, {id(s): s for s in self._shared()}) for name, piece in self._made.items()}
+
+    def _shared(self) -> tuple[Any, ...]:
+        """What pieces hold and copies must hold too."""
+        made = self._made or {}
+        return (self.target, self.options["machine"], made.get("drafter"), made.get("residual"))
 
 
 def pieces_of(pipeline: Pipeline) -> dict[str, Any]:
-    """What a pipeline is put together from, by the names of ``Pipeline``'s options; copies of all that learns.
+    """What a pipeline is put together from, by the names of ``Pipeline``'s options; copies, unbound, of all that learns.
 
     >>> import specter_lab as sl
     >>> with sl.baselines.specter(sl.load_moe("tiny-moe"), machine=sl.SimulatedMachine()) as pipeline: pieces_of(pipeline)["barrier"]
     True
     """
-    kept = (pipeline.target, pipeline.machine, pipeline.prefetcher, pipeline.residency, pipeline.residency.store, pipeline.drafter)
+    residency = pipeline.residency
+    kept = (pipeline.target, pipeline.machine, residency.store, pipeline.drafter, getattr(pipeline.drafter, "bank", None))
 
     def fresh(piece: Any) -> Any:
-        return copy.deepcopy(piece, {id(shared): shared for shared in kept})
+        memo = {id(shared): shared for shared in kept} | {id(view): None for view in (pipeline.prefetcher, residency)}
+        return copy.deepcopy(piece, memo)
 
     return {
         "drafter": pipeline.drafter,  # forgets at each request, and holds whole banks
         "predictor": fresh(pipeline.predictor),
-        "eviction": fresh(pipeline.residency.eviction),
+        "eviction": fresh(residency.eviction),
         "draft_length": fresh(pipeline.draft_length),
         "barrier": pipeline.assembly.barrier,
         "split": pipeline.assembly.split,
-        "residual": pipeline.residency.store if pipeline.residency.rebuilds else False,
-        "on_arrival": pipeline.residency.on_arrival,
+        "residual": residency.store if residency.rebuilds else False,
+        "on_arrival": residency.on_arrival,
     }

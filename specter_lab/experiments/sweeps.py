@@ -13,7 +13,7 @@ from specter_lab.plots.sweeps import plot_column
 from specter_lab.replay import ReplayTarget
 from specter_lab.routing.chunked import SCHEDULES, ChunkedLookahead
 
-OF_A_SYSTEM = ("target", "machine", "memory", "context_length", "bank", "residual", "library", "draft_length")
+OF_A_SYSTEM = ("target", "machine", "memory", "context_length", "bank", "residual", "library", "draft_length", "plan", "trial")
 
 
 def recipe_of(system: System, options: dict[str, Any]) -> Recipe:
@@ -75,6 +75,7 @@ def prompt_length(system: System, prompts: Sequence[Any], *, lengths: Sequence[i
     True
     """
     recipe, tables = recipe_of(system, options), []
+    options.pop("prompt_tokens", None)  # what varies
     for length in lengths:
         cut = prompts if isinstance(recipe.target, ReplayTarget) else [_cut(recipe.target, prompt, length) for prompt in prompts]
         more = {"prompt_tokens": length} if isinstance(recipe.target, ReplayTarget) else {}

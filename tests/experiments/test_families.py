@@ -164,13 +164,11 @@ def test_every_mechanism_is_removed_and_alone(shared):
     assert specter.loc["without quantization", "device_bytes.draft"] == 0
 
     ours = sl.ablate("specter_plus", [TEXT], **{**shared, "machine": sl.SimulatedMachine(0.05)}).table
-    assert {"without eviction", "without residual experts", "without host lane", "residual experts alone", "host lane alone"} <= set(
-        ours.index
-    )
+    assert {"without eviction", "without fewer bytes", "without host lane", "fewer bytes alone", "host lane alone"} <= set(ours.index)
     assert ours.loc["whole", "share"] == pytest.approx(1.0) and ours.loc["on_demand", "share"] == pytest.approx(0.0)
-    assert ours.loc["without residual experts", "moved_mb_per_token"] > ours.loc["whole", "moved_mb_per_token"]
+    assert ours.loc["without fewer bytes", "moved_mb_per_token"] > ours.loc["whole", "moved_mb_per_token"]
     assert ours.loc["without host lane", "host_rate"] == 0 < ours.loc["host lane alone", "host_rate"]
-    assert ours.loc["residual experts alone", "tokens_per_step"] == 1 == ours.loc["without speculation", "tokens_per_step"]
+    assert ours.loc["fewer bytes alone", "tokens_per_step"] == 1 == ours.loc["without speculation", "tokens_per_step"]
 
 
 def test_ablation_needs_a_pipeline_only(moe, bank):
