@@ -15,8 +15,8 @@ from specter_lab.cases import compare_tiny
 LINKS, FRACTIONS, CONTEXT = (25, 50, 100), (8, 4, 2), 256
 SYSTEMS = [name for name in sl.baselines.SYSTEMS if name != "oracle"]
 WHAT = (
-    "rows of sl.compare for each link in MB/s / slots as a fraction of the experts: wall clock of the throttled machine, runs of the systems "
-    "interleaved, fp32, tokens compared with the model's own; intervals are 95 % over prompts; bytes_short: what systems lack that don't fit"
+    "rows of sl.compare for each link in MB/s / slots as a fraction of the experts: wall clock of the throttled machine, systems "
+    "interleaved, fp32, tokens compared with the model's own; intervals are 95 % over prompts; bytes_short: what systems that don't fit lack"
 )
 
 
@@ -25,9 +25,9 @@ def work(cell: str, *, prompts: int, new_tokens: int) -> dict[str, Any]:
     link, fraction = map(int, cell.split("/1/"))
     with sl.load_moe("tiny-moe", dtype="float32") as moe:
         memory = sl.plan_memory(moe, "lookahead", slots=24 // fraction, context_length=CONTEXT).device.total
-    done = compare_tiny(
-        SYSTEMS, machine="throttled", link_gb_s=link / 1e3, memory=f"{memory / 1e6 + 1e-3:.3f}MB", prompts=prompts, max_new_tokens=new_tokens, skip_unfit=True
-    )
+    budget = f"{memory / 1e6 + 1e-3:.3f}MB"
+    options = {"prompts": prompts, "max_new_tokens": new_tokens, "skip_unfit": True}
+    done = compare_tiny(SYSTEMS, machine="throttled", link_gb_s=link / 1e3, memory=budget, **options)
     return {"memory_bytes": memory, **done.as_dict(), "conditions": {"link_mb_s": link, "memory_bytes": memory}}
 
 

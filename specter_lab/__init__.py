@@ -26,11 +26,13 @@ from specter_lab.memory import BudgetError, MemoryPlan
 from specter_lab.models import MoE
 from specter_lab.observe.analysis import critical_path, mispredictions
 from specter_lab.observe.export import save_chrome_trace, to_chrome_trace
+from specter_lab.observe.feedback import Feedback, feedback
 from specter_lab.observe.metrics import prediction_scores, summarize
 from specter_lab.observe.trace import Trace
 from specter_lab.offload.eviction import LFU, LRU, ClairvoyantEviction, LookaheadLRU
 from specter_lab.offload.expected_use import ExpectedUse
 from specter_lab.offload.misses import AlwaysHost, SplitByFinish
+from specter_lab.offload.slot_curves import divide_slots, miss_curves
 from specter_lab.opening import load_moe
 from specter_lab.pipeline import Pipeline
 from specter_lab.planning import plan_memory
@@ -101,6 +103,7 @@ __all__ = [
     "Experiment",
     "ExpertBank",
     "ExpertKey",
+    "Feedback",
     "FixedLength",
     "Generation",
     "Geometry",
@@ -147,13 +150,16 @@ __all__ = [
     "data_folder",
     "describe_colours",
     "divergence",
+    "divide_slots",
     "doctor",
     "experiments",
+    "feedback",
     "format_named",
     "hardware",
     "load_moe",
     "load_prompts",
     "mispredictions",
+    "miss_curves",
     "oracle_bound",
     "plan_memory",
     "planned",

@@ -33,7 +33,12 @@ class Feedback:
         return "Feedback({} positions, {} layers, {} confused pairs, {} rates)".format(*sizes)
 
     def _repr_html_(self) -> str:
-        tables = {"acceptance": self.acceptance, "recall": self.recall, "confusion (first 10)": self.confusion.head(10), "rates": self.rates}
+        tables = {
+            "acceptance": self.acceptance,
+            "recall": self.recall,
+            "confusion (first 10)": self.confusion.head(10),
+            "rates": self.rates,
+        }
         return "".join(f"<h4>{escape(name)}</h4>{table.to_html(float_format='{:.3g}'.format)}" for name, table in tables.items())
 
 
@@ -41,11 +46,11 @@ def feedback(traces: Trace | Sequence[Trace]) -> Feedback:
     """What one run or several (of one model) show.
 
     ``acceptance``: share of drafts that held, by position in the draft, of those whose predecessors held. ``recall``: needed,
-    predicted, recall, precision and on-time share by layer, summed over runs. ``confusion``: layer, predicted, used,
-    count: at one position an expert was predicted that it didn't use, beside one that it used unpredicted; a pair counts
-    1 / (wrong ones there), so that counts sum to the unpredicted uses where anything was wrong. ``rates``: link in GB/s and us a copy, host in
-    us an expert, compute in us a segment, each by lane and kind. ``ByteLength`` and ``DraftLookahead`` learn the first
-    two while they run, ``Prefetcher.link_rate`` the link's. Raises ``ValueError`` for no trace.
+    predicted, recall, precision and on-time share by layer. ``confusion``: layer, predicted, used, count: at one position
+    an expert was predicted that it didn't use, beside one that it used unpredicted; a use counts 1 / (wrong ones there)
+    with each of them. ``rates``: GB/s of copies, and mean us of copies and segments, by lane and kind. While they run,
+    ``ByteLength`` learns the first, ``DraftLookahead`` precision by horizon, ``Prefetcher.link_rate`` the link's rate. Raises
+    ``ValueError`` for no trace.
 
     >>> import specter_lab as sl
     >>> with sl.baselines.lookahead(sl.load_moe("tiny-moe"), machine=sl.SimulatedMachine()) as pipeline:
