@@ -16,7 +16,7 @@ LINKS, FRACTIONS, CONTEXT = (25, 50, 100), (8, 4, 2), 256
 SYSTEMS = [name for name in sl.baselines.SYSTEMS if name != "oracle"]
 WHAT = (
     "rows of sl.compare for each link in MB/s / slots as a fraction of the experts: wall clock of the throttled machine, systems "
-    "interleaved, fp32, tokens compared with the model's own; intervals are 95 % over prompts; bytes_short: what systems that don't fit lack"
+    "interleaved, fp32, tokens compared with the model's own; intervals are 95 % over prompts; bytes_short: what those that don't fit lack"
 )
 
 
