@@ -45,6 +45,18 @@ def rebuild_us(case: Case, residual_bits: float = 8.6) -> float:
     return runtime.target_expert_us / 3 + moved / (case.gpu.memory_gb_s * 1e3)
 
 
+def case_machine(case: Case, latency_us: float = 10.0) -> SimulatedMachine:
+    """The case's link, compute costs by ``costs_for``, rebuilding by ``rebuild_us``, the A800 host of ``hardware().hosts``.
+
+    >>> case_machine(case_named("ds_high")).link_gb_s
+    22.0
+    """
+    host = next(iter(hardware().hosts.values()))
+    costs = costs_for(case.model, case.gpu)
+    costs = replace(costs, target=replace(costs.target, rebuild_us=rebuild_us(case)))
+    return SimulatedMachine(case.link.gb_s, latency_us, costs, host_gb_s=host.weights_gb_s)
+
+
 def run_case(
     case: str | Case,
     systems: Sequence[str] = tuple(SYSTEMS),
@@ -71,10 +83,7 @@ def run_case(
     case = case_named(case) if isinstance(case, str) else case
     target = stand_in(case)
     texts = case_texts(case, prompts, prompt_tokens + max_new_tokens + 1, seed=seed)
-    host = next(iter(hardware().hosts.values()))
-    costs = costs_for(case.model, case.gpu)
-    costs = replace(costs, target=replace(costs.target, rebuild_us=rebuild_us(case)))
-    machine = SimulatedMachine(case.link.gb_s, latency_us, costs, host_gb_s=host.weights_gb_s)
+    machine = case_machine(case, latency_us)
     context = prompt_tokens + max_new_tokens
     options: dict[str, dict[str, Any]] = {
         name: {"draft_length": case.draft_length} for name in systems if name not in DRAFTLESS and name not in OWN_LENGTH
