@@ -17,7 +17,7 @@ import specter_lab as sl
 from specter_lab.planning import stand_in
 
 LENGTHS, SLOTS, LONGEST = (16, 128, 512), {"low": 3, "middle": 6, "high": 12}, 16
-LINK_GB_S, TRIAL = 0.1, 2
+LINK_GB_S, TRIAL, TRIED = 0.1, 2, 32
 KEPT = Path("build/recorded")
 WHAT = (
     "rows of sl.compare for each memory / prompt length: the bundled model's own greedy texts, replayed on the simulated machine "
@@ -45,7 +45,8 @@ def texts_of(length: int, prompts: int, new_tokens: int) -> list[sl.RecordedText
             bank = moe.quantize("qint4")
             for number, path in enumerate(paths):
                 if not path.is_file():
-                    text = sl.record_text(moe, bank, prompt_ids(moe, number, length), new_tokens=new_tokens + 1, longest_draft=LONGEST)
+                    ids, most = prompt_ids(moe, number, length), max(new_tokens, TRIED)  # plans are tried on so many
+                    text = sl.record_text(moe, bank, ids, new_tokens=most + 1, longest_draft=LONGEST)
                     os.replace(text.save(path.with_suffix(f".{os.getpid()}")), path)
     return [sl.RecordedText.load(path) for path in paths]
 

@@ -65,7 +65,8 @@ def figures(result: Mapping[str, Any]) -> str:
         columns[f"{level} ({cell['memory_bytes'] / 1e6:.1f} MB), {length}"] = cell["rows"]
     settings = result["conditions"]["settings"]
     note = f"*Simulated*: the bundled model's own routing, replayed; mean ms a token [95 % interval] over {settings['prompts']} prompts, "
-    note += f"{settings['new_tokens']} new tokens; columns: device memory, prompt tokens. Bold: the fastest, bounds aside.\n\n"
+    note += f"{settings['new_tokens']} new tokens; columns: device memory, prompt tokens. Bold: the fastest, bounds aside. "
+    note += "A dash: it doesn't fit.\n\n"
     return note + _tpots(columns)
 
 
