@@ -36,8 +36,9 @@ class Pipeline:
     layer, or ``memory`` in all; ``context_length`` is what the plan counts KV for. Requests start with empty slots
     unless ``warm``. ``barrier``: verification waits for all planned copies. ``split``: which misses the host computes
     (none by default; ``SplitByFinish``). ``residual``: the link moves what is missing beside the draft's codes to rebuild an
-    expert bit for bit (True, or a ``ResidualBank`` built for that bank), or a ``CompressedBank``'s blobs, which need no
-    codes. Slots hold the same, and experts are rebuilt at each use, or ``on_arrival``: then slots hold rebuilt ones.
+    expert bit for bit (True, or a ``ResidualBank`` built for that bank), or experts compressed by themselves, which need no
+    codes ("compressed", or a ``CompressedBank``). Slots hold the same, and experts are rebuilt at each use, or ``on_arrival``:
+    then slots hold rebuilt ones.
     ``poison`` fills forgotten slots with NaN.
 
     >>> import specter_lab as sl
@@ -60,7 +61,7 @@ class Pipeline:
         context_length: int | None = None,
         barrier: bool = False,
         split: MissSplit | None = None,
-        residual: bool | ExpertStore = False,
+        residual: bool | str | ExpertStore = False,
         on_arrival: bool = False,
         warm: bool = False,
         poison: bool = False,
@@ -92,13 +93,19 @@ class Pipeline:
             self.target.release()
             raise
 
-    def _store(self, residual: bool | ExpertStore, bank: Any) -> ExpertStore:
+    def _store(self, residual: bool | str | ExpertStore, bank: Any) -> ExpertStore:
         """What crosses the link: the target's experts, residuals beside the draft's codes, or compressed ones."""
         if residual is False:
             return self.target.store
+        if isinstance(residual, str):
+            if residual != "compressed":
+                raise ValueError(
+                    f"What crosses the link is True, False, 'compressed' or a bank; got residual={residual!r}. Give one of them."
+                )
+            return self.target.compressed()
         if bank is None and (residual is True or hasattr(residual, "codes")):
             raise ValueError("Residual experts are rebuilt beside a draft's codes; this pipeline has no draft bank. Give a SelfDrafter.")
-        return self.target.residuals(bank) if residual is True else residual
+        return self.target.residuals(bank) if isinstance(residual, bool) else residual
 
     @property
     def residency(self) -> Residency:

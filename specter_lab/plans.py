@@ -43,7 +43,7 @@ def planned(
         pieces |= {"drafter": drafter, "draft_length": ByteLength(), "predictor": DraftLookahead(), "residual": residual or True}
     else:
         if plan != "dense":
-            pieces |= {"predictor": NextLayerGate(target), "residual": target.compressed()}
+            pieces |= {"predictor": NextLayerGate(target), "residual": "compressed"}
         options = {name: value for name, value in options.items() if name != "draft_length"}
     return Pipeline(target, **{**pieces, **options})
 
