@@ -14,6 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 import psutil
 import torch
 
+from specter_lab.quantize.compiled import rebuild_path
+
 # Runs in a process of its own: asking for the name, or for page-locked memory, would start CUDA in the user's.
 _CUDA_PROBE = "import torch; print(torch.cuda.get_device_name()); torch.empty(1, pin_memory=True); print('yes')"
 
@@ -75,7 +77,8 @@ def doctor() -> DoctorReport:
     else:
         rows.append(("gpu", "none", "not needed: the simulated and the throttled machine run on the processor"))
     tools = [name for name in ("c++", "g++", "clang", "cl", "nvcc", "ninja") if shutil.which(name)]
-    rows.append(("compilers", ", ".join(tools) or "none", "not needed: nothing is compiled"))
+    rows.append(("compilers", ", ".join(tools) or "none", "not needed: with one, experts are rebuilt faster"))
+    rows.append(("rebuild", rebuild_path(), "how residual experts are rebuilt in host memory"))
     widgets = {name: _version(name) for name in ("anywidget", "ipywidgets")}
     missing = [name for name, found in widgets.items() if found is None]
     found = ", ".join(f"{name} {found or 'missing'}" for name, found in widgets.items())
