@@ -88,9 +88,51 @@ def calibration(result: Mapping[str, Any]) -> str:
     return note + f"{result['rank_correlation']:.2f}.\n\n" + _markdown([SYSTEM, "measured", "predicted", "error"], lines)
 
 
+def wall_clock(result: Mapping[str, Any]) -> str:
+    """Who wins each link and memory on the wall clock."""
+    head = [
+        "link, MB/s",
+        "device memory, MB",
+        "fastest rival",
+        "its ms",
+        "`specter`, ms",
+        "`specter_plus`, ms",
+        "over the fastest rival",
+        "identical",
+    ]
+    lines, ratios = [], []
+    for name, cell in result["cells"].items():
+        rows = {row["system"]: row for row in cell["rows"]}
+        ours = rows["specter_plus"]
+        ratios.append(ours["speedup_vs_fastest_rival"])
+        times = [f"{rows[system]['tpot_ms']['mean']:.1f}" for system in (ours["fastest_rival"], "specter", "specter_plus")]
+        ratio = _interval({"mean": ratios[-1], "ci95": ours["ci95"]})
+        size = f"{cell['memory_bytes'] / 1e6:.1f}"
+        lines.append(
+            [name.partition("/")[0], size, f"`{ours['fastest_rival']}`", *times, ratio, "yes" if cell["identical_tokens"] else "no"]
+        )
+    settings = result["conditions"]["settings"]
+    note = f"*Throttled*: wall clock, mean ms a token over {settings['prompts']} prompts of {settings['new_tokens']} new tokens, fp32; "
+    note += f"ratios with 95 % intervals, above 1 `specter_plus` is faster. Mean ratio {sum(ratios) / len(ratios):.2f}, worst {min(ratios):.2f}.\n\n"
+    return note + _markdown(head, lines)
+
+
+def draft_length(result: Mapping[str, Any]) -> str:
+    """Draft length by bytes beside fixed lengths."""
+    lengths = list(next(iter(result["cells"].values()))["tpot_ms"])
+    lines = [
+        [case, *(f"{cell['tpot_ms'][length]:.1f}" for length in lengths), f"{cell['over_best_fixed']:.2f}"]
+        for case, cell in result["cells"].items()
+    ]
+    settings = result["conditions"]["settings"]
+    note = f"*Simulated*: mean ms a token of the residual plan by draft length, {settings['texts']} generated texts of "
+    return note + f"{settings['new_tokens']} new tokens.\n\n" + _markdown(["case", *lengths, "bytes over best fixed"], lines)
+
+
 TABLES: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
     "cases": ("cases", cases), "ratios": ("cases", ratios), "figures": ("figures", figures),
     "replay_speed": ("replay_speed", replay_speed), "calibration": ("calibration", calibration),
+    "wall_clock": ("wall_clock", wall_clock), "draft_length": ("draft_length", draft_length),
 }  # fmt: skip
 
 
