@@ -66,7 +66,7 @@ from specter_lab.routing.synthetic import SyntheticRouting
 from specter_lab.speculate.byte_length import ByteLength
 from specter_lab.speculate.copied import CopiedDrafter
 from specter_lab.speculate.draft_length import FixedLength, HeuristicLength
-from specter_lab.speculate.drafters import PromptLookupDrafter, SelfDrafter
+from specter_lab.speculate.drafters import PromptLookupDrafter, ResidentDrafter, SelfDrafter
 from specter_lab.speculate.governor import Governor
 from specter_lab.speculate.separate import SeparateDrafter
 from specter_lab.speculate.verification import verify_greedy, verify_sampled
@@ -124,6 +124,7 @@ __all__ = [
     "Quanto",
     "RecordedText",
     "ReplayTarget",
+    "ResidentDrafter",
     "ResidualBank",
     "RouterRecorder",
     "Routing",

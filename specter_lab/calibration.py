@@ -109,7 +109,8 @@ def costs_of(traces: Sequence[Trace]) -> CostTable:
     events = pd.concat([trace.events for trace in traces])
     events = events[(events["step"] >= 1) & events["lane"].isin(["target", "draft"])]
     events = events.assign(us=events["end_us"] - events["start_us"])
-    lanes = {lane: _lane(events[events["lane"] == lane]) for lane in ("target", "draft")}
+    exact = (events["lane"] == "target") | (events["expert"] >= 0)  # a draft's too, where it computed with the target's experts
+    lanes = {"target": _lane(events[exact]), "draft": _lane(events[~exact])}
     return CostTable(**lanes)
 
 

@@ -10,7 +10,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from specter_lab.loop import Committed
+from specter_lab.offload.residency import Residency
 from specter_lab.offload.server import OffloadServer, ResidentServer
+from specter_lab.offload.slots_first import SlotsFirstServer
 from specter_lab.pieces import Drafter, ExpertStore, Machine
 from specter_lab.records import DraftToken, LayerCall, Routing, Verification
 from specter_lab.seam import ExpertsSeam
@@ -31,10 +33,11 @@ class Decoding:
         drafter: Drafter | None,
         run: Callable[[Decoding], None],
         *,
+        residency: Residency,
         generator: torch.Generator | None,
         streamer: Any,
     ) -> None:
-        self.seam, self.machine, self.drafter = seam, machine, drafter
+        self.seam, self.machine, self.drafter, self.residency = seam, machine, drafter, residency
         self.run, self.generator, self.streamer = run, generator, streamer
         self.step = 0
 
@@ -88,10 +91,11 @@ class Decoding:
         self._crop(len(drafted) + 1 - committed.tokens)
         return committed
 
-    def forward(self, token: int, bank: ExpertStore) -> tuple[Tensor, DraftToken]:
-        """DraftContext: one scratch token through the shared skeleton with ``bank``'s experts."""
-        position = self.position + self.scratch
-        with self.seam.serving(ResidentServer(bank, self.machine, "draft", self.step)) as calls:
+    def forward(self, token: int, bank: ExpertStore, *, slots_first: bool = False) -> tuple[Tensor, DraftToken]:
+        """DraftContext: one scratch token through the shared skeleton with ``bank``'s experts, or those in the slots."""
+        position, lane = self.position + self.scratch, (self.machine, "draft", self.step)
+        server = SlotsFirstServer(bank, self.residency, *lane) if slots_first else ResidentServer(bank, *lane)
+        with self.seam.serving(server) as calls:
             out = self.model(input_ids=self.ids.new_tensor([[token]]), cache=self.cache, use_cache=True)
         self.scratch += 1
         self.machine.compute("draft", "head", step=self.step, tokens=1)

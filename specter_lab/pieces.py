@@ -31,9 +31,10 @@ class DraftContext(Protocol):
     def end_tokens(self) -> frozenset[int]:
         """Tokens after which nothing is worth drafting."""
 
-    def forward(self, token: int, bank: ExpertStore) -> tuple[Tensor, DraftToken]:
+    def forward(self, token: int, bank: ExpertStore, *, slots_first: bool = False) -> tuple[Tensor, DraftToken]:
         """Run the shared skeleton on one more token with the experts of ``bank``: next-token logits (vocabulary,)
-        and an unchosen draft token that carries the routing. Its cache entries are scratch: the pipeline crops them."""
+        and an unchosen draft token that carries the routing. Its cache entries are scratch: the pipeline crops them.
+        ``slots_first``: with the target's exact experts instead, where a device slot holds them."""
 
     def choose(self, logits: Tensor, prefix: Sequence[int]) -> tuple[int, Tensor | None]:
         """Pick a token after the committed ids and the drafted ``prefix``, with the request's own processors;
@@ -52,6 +53,7 @@ class Drafter(Protocol):
     An implementation may also have ``bank`` (an ``ExpertStore``), and ``weight_bytes`` and ``kv_bytes_per_token`` of a model
     and a cache of its own: they count as device memory. ``no_routing``: why its tokens carry no routing of the target's
     experts, empty if they do. ``target``: the one ``MoE`` that it can draft for. ``close()``: give up what a request left.
+    ``reads_slots``: True if what it proposes depends on what the slots hold, which no recorded text can tell.
     """
 
     name: str

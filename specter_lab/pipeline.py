@@ -23,7 +23,16 @@ from specter_lab.offload.server import MissSplit
 from specter_lab.opening import load_moe
 from specter_lab.pieces import Drafter, DraftLength, EvictionPolicy, ExpertStore, Machine, Predictor
 from specter_lab.replay import ReplayableText, Replayed, ReplayTarget
-from specter_lab.request import encode, refuse_drafter, refuse_inputs, refuse_length, refuse_predictor, refuse_unknown, stop_criteria
+from specter_lab.request import (
+    encode,
+    refuse_drafter,
+    refuse_inputs,
+    refuse_length,
+    refuse_predictor,
+    refuse_replay,
+    refuse_unknown,
+    stop_criteria,
+)
 from specter_lab.routing.predictors import NoPrediction
 from specter_lab.speculate.draft_length import FixedLength
 
@@ -167,7 +176,8 @@ class Pipeline:
 
     def _decoding(self, ids: Tensor, seed: int | None, streamer: Any) -> Decoding:
         generator = None if seed is None else torch.Generator(device=ids.device).manual_seed(seed)
-        return Decoding(self._decodable().seam, self.machine, self.drafter, self.assembly.run, generator=generator, streamer=streamer)
+        pieces = (self._decodable().seam, self.machine, self.drafter, self.assembly.run)
+        return Decoding(*pieces, residency=self.residency, generator=generator, streamer=streamer)
 
     def _decode(self, decoding: Decoding, model: Any, ids: Tensor, prepared: dict[str, Any]) -> Tensor:
         inputs = {n: v for n, v in prepared.items() if n not in ("generation_config", "logits_processor", "stopping_criteria")}
@@ -201,6 +211,7 @@ class Pipeline:
         self._refuse_closed()
         if not isinstance(self.target, ReplayTarget):
             raise TypeError(f"A replay needs a ReplayTarget; {self.target.name} has weights. Use generate(prompt, ...).")
+        refuse_replay(self.drafter)
         self.target.text = text
         replayed = Replayed(text, self.machine, prompt_tokens=prompt_tokens, new_tokens=max_new_tokens)
         self.assembly.start(warm=self.warm)

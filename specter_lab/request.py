@@ -184,6 +184,15 @@ def refuse_drafter(target: Any, drafter: Drafter) -> None:
         )
 
 
+def refuse_replay(drafter: Drafter | None) -> None:
+    """``ValueError`` for a drafter whose proposals depend on the slots."""
+    if getattr(drafter, "reads_slots", False):
+        raise ValueError(
+            "A replayed text holds what a draft proposed whatever the slots held; proposals of this drafter depend on them: "
+            f"{getattr(drafter, 'name', drafter)}. Use SelfDrafter here, or generate() with a model."
+        )
+
+
 def refuse_predictor(predictor: Predictor, drafter: Drafter | None) -> None:
     """``ValueError`` for a predictor that reads the draft's routing where there is none."""
     if not getattr(predictor, "reads_routing", False):

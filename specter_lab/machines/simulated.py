@@ -116,8 +116,9 @@ class SimulatedMachine:
     def compute(
         self, lane: str, kind: str, *, step: int, layer: int = -1, expert: int = -1, tokens: int = 0, experts: int = 1, request_id: int = -1
     ) -> None:
-        """Charge one segment; copies that end within it land at their own times."""
-        costs = self.costs.draft if lane == "draft" else self.costs.target
+        """Charge one segment; copies that end within it land at their own times. A draft's segment of one named expert is
+        of an exact one, and costs what the target's does."""
+        costs = self.costs.draft if lane == "draft" and expert < 0 else self.costs.target
         duration = costs.of(kind, tokens, experts)
         if duration > 0:
             start = self._now

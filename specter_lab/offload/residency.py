@@ -141,10 +141,11 @@ class Residency:
         self._rebuilt.add(key)
         return tensors
 
-    def release(self, key: ExpertKey) -> None:
-        """The computation with ``key`` is over."""
+    def release(self, key: ExpertKey, *, used: bool = True) -> None:
+        """The computation with ``key`` is over; ``used``: eviction is told so."""
         self._in_use.discard(key)
-        self.eviction.used(key)
+        if used:
+            self.eviction.used(key)
 
     def new_request(self) -> None:
         """Residents stay, but belong to no request of the coming trace."""

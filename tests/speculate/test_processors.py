@@ -157,7 +157,7 @@ def sample(options: dict[str, Any], drafter: Any, table: Tensor = TABLE) -> None
     for seed in range(RUNS):
         getattr(drafter, "new_request", lambda: None)()
         generator = torch.Generator().manual_seed(seed)
-        decoding = Decoding(target, machine, drafter, loop, generator=generator, streamer=None)  # type: ignore[arg-type]
+        decoding = Decoding(target, machine, drafter, loop, residency=None, generator=generator, streamer=None)  # type: ignore[arg-type]
         ids = decoding.decode(
             target, torch.tensor([PROMPT]), logits_processor=processors, stopping_criteria=criteria, generation_config=config, cache=Cache()
         )
