@@ -113,8 +113,8 @@ def wall_clock(result: Mapping[str, Any]) -> str:
         )
     settings = result["conditions"]["settings"]
     note = f"*Throttled*: wall clock, mean ms a token over {settings['prompts']} prompts of {settings['new_tokens']} new tokens, fp32; "
-    note += f"ratios with 95 % intervals, above 1 `specter_plus` is faster. Mean {sum(ratios) / len(ratios):.2f}, worst {min(ratios):.2f}.\n\n"
-    return note + _markdown(head, lines)
+    note += f"ratios with 95 % intervals, above 1 `specter_plus` is faster. Mean {sum(ratios) / len(ratios):.2f}, "
+    return note + f"worst {min(ratios):.2f}.\n\n" + _markdown(head, lines)
 
 
 def draft_length(result: Mapping[str, Any]) -> str:
