@@ -129,10 +129,23 @@ def draft_length(result: Mapping[str, Any]) -> str:
     return note + f"{settings['new_tokens']} new tokens.\n\n" + _markdown(["case", *lengths, "bytes over best fixed"], lines)
 
 
+def no_host(result: Mapping[str, Any]) -> str:
+    """The cases without host compute on either side."""
+    lines = [
+        [case, f"`{cell['fastest_rival']}`", f"{cell['its_tpot_ms']:.1f}", cell["plan"], f"{cell['tpot_ms']:.1f}", f"{cell['speedup']:.2f}"]
+        for case, cell in result["cells"].items()
+    ]
+    ratios = [cell["speedup"] for cell in result["cells"].values()]
+    note = f"*Simulated*, without host compute on either side: mean ms a token. Mean ratio {sum(ratios) / len(ratios):.2f}, "
+    head = ["case", "fastest rival", "its ms", "plan of specter_plus", "its ms", "over the rival"]
+    return note + f"worst {min(ratios):.2f}.\n\n" + _markdown(head, lines)
+
+
 TABLES: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
     "cases": ("cases", cases), "ratios": ("cases", ratios), "figures": ("figures", figures),
     "replay_speed": ("replay_speed", replay_speed), "calibration": ("calibration", calibration),
     "wall_clock": ("wall_clock", wall_clock), "draft_length": ("draft_length", draft_length),
+    "no_host": ("no_host", no_host),
 }  # fmt: skip
 
 
