@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 
 from specter_lab.pieces import DeviceView
@@ -23,8 +23,7 @@ class LRU:
     name = "LRU"
 
     def __init__(self) -> None:
-        self._clock = 0
-        self._touched: dict[ExpertKey, int] = {}
+        self._order: dict[int, dict[ExpertKey, None]] = defaultdict(dict)  # by layer, the longest untouched first
 
     def loaded(self, key: ExpertKey) -> None:
         """An arrival counts as a use, or a prefetched expert would be the first to go."""
@@ -32,16 +31,19 @@ class LRU:
 
     def used(self, key: ExpertKey) -> None:
         """``key`` is the most recent now."""
-        self._clock += 1
-        self._touched[key] = self._clock
+        order = self._order[key.layer]
+        order.pop(key, None)
+        order[key] = None
 
     def forgotten(self, key: ExpertKey) -> None:
         """``key`` has no slot any more."""
-        self._touched.pop(key, None)
+        self._order[key.layer].pop(key, None)
 
     def victim(self, candidates: Sequence[ExpertKey]) -> ExpertKey:
-        """The least recently touched; ties (never touched) go to the lowest id."""
-        return min(candidates, key=lambda key: (self._touched.get(key, 0), key))
+        """The least recently touched; one that never was goes first, the lowest id of several."""
+        order = self._order[candidates[0].layer]
+        untouched = [key for key in candidates if key not in order]
+        return min(untouched) if untouched else next(key for key in order if key in candidates)
 
 
 class ClairvoyantEviction:

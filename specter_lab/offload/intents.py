@@ -80,6 +80,8 @@ class Intents:
 
     def drop(self, layer: int, up_to_step: int) -> dict[int, Intent]:
         """Take out that layer's intents of steps up to this one."""
+        if not self._by_layer[layer]:
+            return {}
         dropped = {expert: intent for expert, intent in self._by_layer[layer].items() if intent.step <= up_to_step}
         for expert in dropped:
             del self._by_layer[layer][expert]
@@ -94,8 +96,10 @@ class Intents:
         do, and leave the last ones to both.
         """
         waiting = [layer for layer, missing in enumerate(self._missing) if missing]
+        if not waiting:
+            return
         ahead = sum(map(bool, self._by_layer))
-        spared = host_share * sum(map(self.missing, waiting)) / ahead if ahead else 0.0
+        spared = host_share * sum(map(self.missing, waiting)) / ahead
         for layer in [w for w in waiting if self.missing(w) > spared] + [w for w in waiting if self.missing(w) <= spared]:
             intents = self._by_layer[layer]
             yield ExpertKey(layer, min(self._missing[layer], key=lambda e: (intents[e].step, -intents[e].value, e)))

@@ -165,6 +165,8 @@ class Prefetcher:
             if transfer is not None:
                 del self._demands[key]
             return transfer
+        if not self._intents:
+            return None
         for key in self._intents.urgent(self._host_share):
             # the last slot that a demand could use stays out of reach, and what is wanted isn't evicted for what is wanted
             protected = self._protected.union(self._intents.wanted(key.layer))

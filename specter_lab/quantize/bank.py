@@ -42,6 +42,7 @@ class ExpertBank:
         self.format, self.mapped = format, mapped
         self._layers = tuple(layers)
         self._own: dict[ExpertKey, Mapping[str, Tensor]] = {}
+        self._rows: list[list[Tensor]] = []
         groups = [text.rpartition(" ")[2] for text in self._formats() if "group" in text]
         self.name = f"{format.name} group {'/'.join(groups)}" if groups else format.name
 
@@ -124,7 +125,9 @@ class ExpertBank:
 
     def blob(self, key: ExpertKey) -> Tensor:
         """(blob_bytes,) uint8: that expert's row of ``blobs``."""
-        return self._layers[key.layer].blobs[key.expert]
+        if not self._rows:
+            self._rows = [list(layer.blobs.unbind()) for layer in self._layers]
+        return self._rows[key.layer][key.expert]
 
     def weights(self, layer: int, blob: Tensor) -> dict[str, Tensor]:
         """Named tensors, dense or quanto's, that alias ``blob``: refilling the blob refills them.
