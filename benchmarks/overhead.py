@@ -46,7 +46,7 @@ def main() -> None:
             parts.append(segments.groupby("kind")[["start_us", "end_us"]].sum().diff(axis=1)["end_us"] / 1e3 / NEW)
             moving, fast_ms = timed(lambda: fast_link.generate(ids, **options))
             same, no_link_ms = timed(lambda: no_link.generate(ids, **options))
-            assert same.metrics["moved_mb_per_token"] == moving.metrics["moved_mb_per_token"]
+            assert same.metrics["moved_mb_per_token"] > 0 and same.new_ids == moving.new_ids
             linked.append(fast_ms / no_link_ms)
             assert moving.metrics["moved_mb_per_token"] > 0
             fast.append(moving.metrics["tpot_ms"] / run.metrics["tpot_ms"])
