@@ -152,7 +152,6 @@ class ThrottledMachine:
     def notify(self) -> None:
         """An idle link takes its next copy: the link thread, or this one where that is quicker than waking it."""
         with self.lock:
-            stalls = False
             while self._idle and self._failure is None:
                 transfer = self._next()
                 if transfer is None:
@@ -162,8 +161,7 @@ class ThrottledMachine:
                     self._handed, self._idle = transfer, False
                     self.lock.notify_all()
                 else:
-                    self._carry(transfer, stalls)
-                    stalls = True
+                    self._carry(transfer)
 
     def stop(self) -> None:
         """Let the copy on the link finish and end the thread."""
@@ -192,19 +190,16 @@ class ThrottledMachine:
             self._failure = failure
             return None
 
-    def _carry(self, transfer: Transfer, stalls: bool) -> None:
-        """A copy by the compute thread, which stalls for it; ``stalls`` already, if it comes right after another."""
-        start = began = time.perf_counter()
-        if stalls:
-            began = self._segment
-        else:
-            self._add("target", "plan", self._segment, start, step=transfer.step, layer=transfer.key.layer)
+    def _carry(self, transfer: Transfer) -> None:
+        """A copy by the compute thread, which stalls for it."""
+        start = time.perf_counter()
+        self._add("target", "plan", self._segment, start, step=transfer.step, layer=transfer.key.layer)
         began = self._copy(transfer, start)
         while time.perf_counter() < self._lands_at:
             pass  # a sleep this short takes longer
         end = self._segment = self._land(transfer, began)
         where = {"layer": transfer.key.layer, "expert": transfer.key.expert, "request_id": transfer.request_id}
-        self._add("target", "stall", began, end, step=transfer.step, **where)
+        self._add("target", "stall", start, end, step=transfer.step, **where)
 
     def _copy(self, transfer: Transfer, start: float) -> float:
         """The bytes, and when they are due: the link has a schedule of its own, so late wake-ups don't add up.
