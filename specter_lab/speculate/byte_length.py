@@ -57,7 +57,7 @@ class ByteLength:
         if self._view is None:
             return limit
         self._begun = self._last = self._view.now_us()
-        self._missing = self._missing_before = self._view.missing_us()
+        self._missing = self._view.missing_us()
         if self._steps >= _SEEN and limit and self._best_from_here(limit) == 0:
             self._idle_steps += 1
             return 0 if self._idle_steps % 16 else 1
@@ -69,9 +69,9 @@ class ByteLength:
         now, missing = self._view.now_us(), self._view.missing_us()
         spent, self._last = now - self._last, now
         self._draft_us = self._mean(self._draft_us, spent)
-        brought = max(0.0, missing - self._missing_before)
+        brought = max(0.0, missing - self._missing)
         self._adds[drafted] = self._mean(self._adds[drafted], brought)
-        self._missing = self._missing_before = missing
+        self._missing = missing
         if drafted >= self.longest or self._steps < _SEEN:
             return drafted < self.longest
         return self._rate(drafted, now - self._begun, missing) <= max(
