@@ -87,7 +87,8 @@ def fiddler(target: Target, **options: Any) -> Pipeline:
     """The most used experts stay in the slots; a layer's misses are split between link and host so that the later ends first.
 
     Source: Fiddler (arXiv 2402.07033). Differs: its rule weighs each expert alone, here the later of the two lanes is
-    minimised for the layer; popularity is counted while running (LFU) instead of profiled offline.
+    minimised for the layer; popularity is counted while running (LFU) instead of profiled offline, and an idle link fills the
+    free slots with what the host computed last, instead of loading them before the start.
 
     >>> import specter_lab as sl
     >>> with sl.baselines.fiddler(sl.load_moe("tiny-moe")) as pipeline: pipeline.assembly.split.name

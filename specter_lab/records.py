@@ -116,7 +116,7 @@ class Prediction:
 class Transfer:
     """One expert on its way over the link: ``source`` bytes go to ``destination``, a slot of the device.
 
-    ``reason`` is "demand" (the router asked) or "prefetch" (a prediction did). Both tensors are flat uint8 of
+    ``reason`` is "demand" (the router asked), "prefetch" (a prediction did) or "fill" (for a free slot). Both tensors are flat uint8 of
     ``bytes`` elements, or None in a replay without weights. ``mapped``: the source lies in a file, and is read from the
     disk or the system's cache of it when it is touched.
 

@@ -51,7 +51,7 @@ ACTIVE = {  # what proves that the mechanism did something
     "on_demand": lambda m, t: m["recall"] is None and m["hit_rate"] > 0,
     "next_layer_gate": lambda m, t: m["recall"] > 0.3 and "prefetch" in set(t.of_kind("transfer")["reason"]),
     "activation_aware": lambda m, t: m["recall"] > 0.05 and "prefetch" in set(t.of_kind("transfer")["reason"]),
-    "fiddler": lambda m, t: m["host_rate"] > 0.05 and m["moved_mb_per_token"] > 0,
+    "fiddler": lambda m, t: m["host_rate"] > 0.05 and "fill" in set(t.of_kind("transfer")["reason"]),
     "speculative_on_demand": lambda m, t: m["tokens_per_step"] > 1.2 and m["recall"] is None,
     "specmoeoff_b1": lambda m, t: m["tokens_per_step"] > 1.2 and "prefetch" in set(t.of_kind("transfer")["reason"]),
     "sp_moe": lambda m, t: m["recall"] > 0.05 and "prefetch" in set(t.of_kind("transfer")["reason"]),

@@ -1,4 +1,4 @@
-"""What crosses the link next: demands first, then predictions by deadline and value.
+"""What crosses the link next: demands first, then predictions by deadline and value, then what fills free slots.
 
 Intents stay in software, since a copy that was issued can't be taken back: the link asks for its next copy only when
 it is free. A demand therefore waits for at most one copy. Callers hold the machine's lock.
@@ -31,6 +31,7 @@ class Prefetcher:
         self._intents = Intents(self.store.layers, self.residency.state)
         self._demands: dict[ExpertKey, Intent] = {}
         self._protected: set[ExpertKey] = set()
+        self._refills: dict[ExpertKey, None] = {}
         self._flying: dict[ExpertKey, int] = {}
         self._next_id = 0
         self._rate = 12e3
@@ -85,7 +86,7 @@ class Prefetcher:
     @property
     def waiting(self) -> bool:
         """Whether anything may be worth a look from an idle link."""
-        return bool(self._demands) or bool(self._intents)
+        return bool(self._demands or self._intents or self._refills)
 
     def want(self, predictions: Iterable[Prediction]) -> None:
         """Add predictions; an expert already resident, loading or wanted is only wanted more (and kept from prefetches)."""
@@ -131,6 +132,13 @@ class Prefetcher:
                     self.machine.mark("route", step=step, position=position + row, layer=call.layer, expert=expert)
         self._dropped(call.layer, intents, "not needed")
 
+    def refill(self, hosted: Iterable[ExpertKey]) -> None:
+        """The host computes these: an idle link may bring them for later, if their layer has free slots (none is evicted)."""
+        for key in sorted(hosted, reverse=True):
+            self._refills.pop(key, None)  # the latest go first, of a layer the lowest id
+            if self.residency.free(key.layer) and self.absent(key):
+                self._refills[key] = None
+
     def cancel(self, step: int, reason: str) -> None:
         """Drop all intents of passes up to ``step``: their tokens are decided."""
         for layer in range(self.store.layers):
@@ -165,14 +173,16 @@ class Prefetcher:
             if transfer is not None:
                 del self._demands[key]
             return transfer
-        if not self._intents:
-            return None
         for key in self._intents.urgent(self._host_share):
             # the last slot that a demand could use stays out of reach, and what is wanted isn't evicted for what is wanted
             protected = self._protected.union(self._intents.wanted(key.layer))
             transfer = self._issue(key, self._intents[key], "prefetch", protected, spare=1)
             if transfer is not None:
                 return transfer
+        while self._refills:
+            key, _ = self._refills.popitem()
+            if self.residency.free(key.layer) and self.absent(key):
+                return self._issue(key, Intent(None, step=0, position=-1), "fill", self._protected, spare=0)
         return None
 
     @property

@@ -80,6 +80,10 @@ class Residency:
             return "absent"
         return "loading" if key in self._loading else "resident"
 
+    def free(self, layer: int) -> int:
+        """Empty slots of that layer."""
+        return len(self._free[layer])
+
     def residents(self, layer: int) -> list[int]:
         """Experts of that layer that can be computed with, in id order."""
         return sorted(k.expert for k in self._slot[layer] if k not in self._loading)

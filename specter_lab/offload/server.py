@@ -71,6 +71,7 @@ class OffloadServer:
         with machine.lock:
             hosted = self._hosted(pending)
             prefetcher.open(self.step, self.position, call, hosted)
+            prefetcher.refill(hosted)
             if prefetcher.waiting:
                 machine.notify()
         for key in sorted(hosted):

@@ -151,7 +151,7 @@ def _categories(events: pd.DataFrame, needs: pd.DataFrame) -> pd.Series:
     known = (events["kind"] == "expert") & (events["lane"] == "target") & found.isin(["hit", "late", "miss"])
     category = category.mask(known, "expert: " + found.where(known, "").astype(str))
     transfers = events["kind"] == "transfer"
-    prefetched = transfers & (events["reason"] == "prefetch")
+    prefetched = transfers & (events["reason"] != "demand")
     category = category.mask(transfers, "transfer: demand")
     category = category.mask(prefetched, "transfer: prefetch wasted")
     return category.mask(prefetched & (events["outcome"] == "used"), "transfer: prefetch used")

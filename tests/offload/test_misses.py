@@ -53,16 +53,37 @@ def test_timeline_by_hand():
         ("link", "transfer 0.2", 10, 30),  # two rows use it: the likelier one to be wanted again is fetched
         ("target", "stall 0.2", 10, 30),
         ("host", "expert 0.1", round(10 + third, 6), round(10 + 2 * third, 6)),
+        ("link", "transfer 0.0", 30, 50),  # nothing waits, and there is a free slot
         ("target", "expert 0.2", 30, 35),
     ]
 
 
+def test_an_idle_link_fills_free_slots_and_evicts_nothing_for_it():
+    """Two slots: of three experts on the host, the two of the lowest ids come; then nothing more does."""
+    run, _ = hosted_run(AlwaysHost())
+    run.machine._advance(1000.0)
+    server = OffloadServer(run.prefetcher, run.machine, 1, 1, lambda c: (), AlwaysHost())
+    server.serve(call(0, [3, 2], [1, 0]), lambda expert, weights: None)
+    trace = run.finish()
+    fills = trace.of_kind("transfer")
+    assert fills[["expert", "reason", "outcome"]].values.tolist() == [[0, "fill", "used"], [1, "fill", "used"]]
+    assert trace.of_kind("need").query("step == 1")["outcome"].tolist() == ["hit", "hit", "miss", "miss"]
+    assert trace.of_kind("evict").empty and not run.prefetcher.waiting
+
+
+def test_a_prediction_passes_a_fill():
+    run, _ = hosted_run(AlwaysHost())
+    run.want(1, (0, 3))
+    run.machine._advance(1000.0)
+    assert run.finish().of_kind("transfer")["reason"].tolist() == ["fill", "prefetch"]  # the first was under way
+
+
 @pytest.mark.parametrize("machine", [None, ThrottledMachine(0.01)])
-def test_everything_on_the_host_moves_nothing(machine):
+def test_everything_on_the_host_waits_for_no_copy(machine):
     run, done = hosted_run(AlwaysHost(), machine)
     assert done == [(0, {1}), (1, {2}), (2, {3})]
     trace = run.finish()
-    assert trace.of_kind("transfer").empty
+    assert set(trace.of_kind("transfer")["reason"]) <= {"fill"}
     hosted = trace.events[(trace.events["lane"] == "host")]
     assert hosted["expert"].tolist() == [0, 1, 2] and hosted["tokens"].tolist() == [1, 1, 2]
     assert trace.of_kind("need")["reason"].tolist() == ["host"] * 3
