@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from specter_lab.baselines import fiddler, on_demand, residual_lookahead, speculative_on_demand
+from specter_lab.baselines import fiddler, lookahead, on_demand, residual_lookahead
 from specter_lab.machines.simulated import CostTable, LaneCosts, SimulatedMachine
 from specter_lab.models import MoE
 from specter_lab.observe.trace import Trace
@@ -55,11 +55,11 @@ def calibrate(
 ) -> Twin:
     """The simulated twin of ``machine``: the same link and host, compute costs and delays as measured here.
 
-    Runs ``target`` on demand, with misses on the host, and with a self-draft (``bank``: qint4 if not given) on ``machine``, and fits
-    ``costs_of`` to the traces; with a ``residual`` bank also what rebuilding costs. What a copy and a job of the host take beyond
-    their bytes (hand-overs between threads, late wake-ups) comes from ``copy_delay_us`` and ``host_job_us``. ``prompts``: what to
-    run (two bundled ones by default: use others than those you predict). Not charged: what predictors compute, and what a busy
-    link thread takes from compute.
+    Runs ``target`` on demand, with misses on the host, and with a self-draft's lookahead (``bank``: qint4 if not given) on
+    ``machine``, with slots for a third of the experts, and fits ``costs_of`` to the traces; with a ``residual`` bank also what
+    rebuilding costs. What a copy and a job of the host take beyond their bytes (hand-overs between threads, late wake-ups) comes
+    from ``copy_delay_us`` and ``host_job_us``. ``prompts``: what to run (two bundled ones by default: use others than those you
+    predict). What predictors compute, and what a busy link thread takes from compute, is charged as it was in these runs.
 
     >>> import specter_lab as sl
     >>> twin = sl.calibrate(sl.SimulatedMachine(), sl.load_moe("tiny-moe"), max_new_tokens=4)
@@ -76,9 +76,9 @@ def calibrate(
     target.lease()
     try:
         bank = bank or target.quantize("qint4")
-        shared: dict[str, Any] = {"machine": machine, "slots": [max(1, n // 2) for n in target.geometry.experts]}
+        shared: dict[str, Any] = {"machine": machine, "slots": [max(1, n // 3) for n in target.geometry.experts]}
         systems = [(on_demand(target, **shared), plain), (fiddler(target, **shared), hosted)]
-        systems.append((speculative_on_demand(target, bank=bank, **shared), drafted))
+        systems.append((lookahead(target, bank=bank, **shared), drafted))
         if residual is not None:
             systems.append((residual_lookahead(target, bank=bank, **{**shared, "residual": residual}), drafted))
         try:
