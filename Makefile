@@ -60,7 +60,7 @@ lab: $(STAMP) ## JupyterLab on the notebooks, reachable from this computer only
 	$(BIN)/jupyter lab --ip=127.0.0.1 --ServerApp.root_dir=notebooks
 
 bench: $(STAMP) ## the benchmarks, into benchmarks/results and the README's tables
-	for name in overhead host_memory pays residual loading gpu calibration replay_speed wall_clock cases no_host draft_length figures tables; do $(BIN)/python -m benchmarks.$$name; done
+	for name in overhead host_memory pays residual loading gpu calibration replay_speed wall_clock cases no_host limits parts draft_length figures tables; do $(BIN)/python -m benchmarks.$$name; done
 
 compat: $(STAMP) ## the seam's own tests with the installed versions; a row of notebooks/compat.md
 	$(BIN)/python -m benchmarks.compat

@@ -141,11 +141,34 @@ def no_host(result: Mapping[str, Any]) -> str:
     return note + f"worst {min(ratios):.2f}.\n\n" + _markdown(head, lines)
 
 
+def limits(result: Mapping[str, Any]) -> str:
+    """How far each mechanism made perfect would bring us."""
+    cells = result["cells"]
+    lines = []
+    for name in next(iter(cells.values()))["rows"]:
+        ratios = [cell["rows"][name]["speedup"] for cell in cells.values()]
+        lines.append([name, *(f"{ratio:.2f}" for ratio in ratios), f"{sum(ratios) / len(ratios):.2f}"])
+    settings = result["conditions"]["settings"]
+    note = "*Simulated* bounds: the fastest rival's mean ms a token over that of `specter_plus` with one mechanism made perfect, "
+    note += f"{settings['texts']} generated texts of {settings['new_tokens']} new tokens, each by its best plan on these texts.\n\n"
+    return note + _markdown(["perfect", *cells, "mean"], lines)
+
+
+def parts(result: Mapping[str, Any]) -> str:
+    """Experts in parts, which aren't built."""
+    cells = result["cells"]
+    lines = [[name, *(f"{cell['tpot_ms'][name]:.1f}" for cell in cells.values())] for name in next(iter(cells.values()))["tpot_ms"]]
+    lines.append(["`fiddler` over the best of whole experts", *(f"{cell['speedup_whole']:.2f}" for cell in cells.values())])
+    lines.append(["over the best of all", *(f"{cell['speedup']:.2f}" for cell in cells.values())])
+    note = "*Simulated*, not built for real models: mean ms a token by plan and number of parts that each expert is split into.\n\n"
+    return note + _markdown(["plan / parts", *cells], lines)
+
+
 TABLES: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
     "cases": ("cases", cases), "ratios": ("cases", ratios), "figures": ("figures", figures),
     "replay_speed": ("replay_speed", replay_speed), "calibration": ("calibration", calibration),
     "wall_clock": ("wall_clock", wall_clock), "draft_length": ("draft_length", draft_length),
-    "no_host": ("no_host", no_host),
+    "no_host": ("no_host", no_host), "limits": ("limits", limits), "parts": ("parts", parts),
 }  # fmt: skip
 
 
