@@ -42,7 +42,7 @@ def test_a_plan_is_exact_within_its_budget_and_at_work(attached, text, plan, mac
         moved, reasons = trace.of_kind("transfer")["bytes"].max(), set(trace.of_kind("transfer")["reason"])
         assert (pipeline.drafter is not None) == plan.startswith("residual")
         if plan == "dense":
-            assert rebuilds == 0 and moved == 98_304 and reasons == {"demand"}
+            assert rebuilds == 0 and moved == 98_304 and reasons == {"demand", "fill"}
         else:
             assert 0 < rebuilds < uses if plan.endswith("on arrival") else rebuilds == uses > 0
             assert moved < 75_000 and "prefetch" in reasons
