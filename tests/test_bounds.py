@@ -156,7 +156,7 @@ def test_bounds_that_cannot_be_are_refused():
     hosted = Decoded(ToyStore(1, 4), [2])
     for step in range(2):
         hosted.decode(step, [call(0, [0, 1])], split=AlwaysHost())
-    with pytest.raises(ValueError, match="host computed . misses"):
+    with pytest.raises(ValueError, match=r"host computed \d misses"):
         schedule_bound(hosted.finish(), **options)
     with pytest.raises(ValueError, match="same bytes for all"):
         oracle_bound(np.zeros((1, 2, 1), dtype=int), slots=1, blob_bytes=(64, 128), link_gb_s=1.0, shared=True)

@@ -45,8 +45,8 @@ def test_without_a_draft_a_replay_is_the_run_itself(moe, bank, text, name):
     run, replayed = pair(moe, bank, name, text)
     assert run.ids == tuple(text.ids.tolist())
     # the model's prefill computes one row less through its head: nothing after the first token may differ
-    # (but for what fills free slots meanwhile, which depends on the microsecond)
-    close = {"rel": 0.02} if name == "fiddler" else {}
+    # (but for what fills free slots meanwhile, which depends on the microsecond: a copy of 0.1 MB more or less in 23 tokens)
+    close = {"rel": 0.02, "abs": 0.005} if name == "fiddler" else {}
     for column in ("tpot_ms", "hit_rate", "recall", "moved_mb_per_token", "exposed_ms_per_token"):
         assert replayed.metrics[column] == (run.metrics[column] and pytest.approx(run.metrics[column], **close))
 
