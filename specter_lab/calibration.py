@@ -91,7 +91,7 @@ def calibrate(
         size = target.store.blob_bytes(0)
     finally:
         target.release()
-    costs, job = costs_of([*plain, *drafted]), host_job_us(hosted)
+    costs, job = costs_of([*plain, *hosted, *drafted]), host_job_us(hosted)
     delays = {"copy_delay_us": copy_delay_us(plain, machine.copy_us), "host_delay_us": max(0.0, job - machine.host_us(size))}
     return Twin(machine.link_gb_s, machine.latency_us, costs, machine.host_gb_s, **delays)
 
