@@ -11,17 +11,19 @@ from transformers import DynamicCache
 
 from specter_lab.loop import Committed
 from specter_lab.offload.residency import Residency
-from specter_lab.offload.server import OffloadServer, ResidentServer
-from specter_lab.offload.slots_first import SlotsFirstServer
-from specter_lab.pieces import Drafter, ExpertStore, Machine
-from specter_lab.records import DraftToken, LayerCall, Routing, Verification
+from specter_lab.offload.server import OffloadServer
+from specter_lab.pieces import Drafter, Machine
+from specter_lab.records import DraftToken, Verification
 from specter_lab.seam import ExpertsSeam
 from specter_lab.speculate.choice import Chooser
+from specter_lab.speculate.forked import in_pieces
+from specter_lab.speculate.scratch import Scratch, forked
+from specter_lab.speculate.stream import Pieces
 from specter_lab.speculate.verification import verify_greedy, verify_sampled
 
 
 class Decoding:
-    """One request's ids and cache; also the ``DraftContext`` that its drafter sees.
+    """One request's ids and cache.
 
     ``run`` gets everything ready from ``decode``, which ``model.generate`` calls as its decoding method.
     """
@@ -39,7 +41,6 @@ class Decoding:
     ) -> None:
         self.seam, self.machine, self.drafter, self.residency = seam, machine, drafter, residency
         self.run, self.generator, self.streamer = run, generator, streamer
-        self.step = 0
 
     def decode(
         self, model: Any, input_ids: Tensor, *, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **inputs: Any
@@ -64,6 +65,11 @@ class Decoding:
         """The last committed token's place."""
         return int(self.ids.shape[1]) - 1
 
+    @property
+    def last_token(self) -> int:
+        """The last committed token."""
+        return int(self.ids[0, -1])
+
     def left(self) -> int:
         """How many tokens may still come."""
         return int(self.max_length - self.ids.shape[1])
@@ -78,11 +84,17 @@ class Decoding:
     def draft(self, step: int, length: int) -> Iterator[DraftToken]:
         """The drafter's tokens; afterwards the cache is back at the committed prefix."""
         assert self.drafter is not None
-        self.step, self.scratch = step, 0
+        scratch = Scratch(self, self.cache, lambda: step)
         try:
-            yield from self.drafter.draft(self, length)
+            yield from self.drafter.draft(scratch, length)
         finally:  # also when the loop stops drafting early
-            self._crop(self.scratch)
+            self._crop(scratch.tokens)
+
+    def stream(self, step: Callable[[], int]) -> Pieces:
+        """The same layer by layer on a cache of its own, so that it may go on while the target's pass uses this one."""
+        drafter, cache, left = self.drafter, self.cache, self.left()
+        assert drafter is not None and cache is not None
+        return in_pieces(lambda pause: drafter.draft(Scratch(self, forked(cache), step, pause), left), self.seam)
 
     def verify(self, step: int, drafted: Sequence[DraftToken], server: OffloadServer) -> Committed:
         """One pass over the last token and the drafts; of its cache entries, those of committed tokens stay."""
@@ -90,24 +102,6 @@ class Decoding:
         committed = self._judge(drafted, self._target_pass(window, window.shape[1], server))
         self._crop(len(drafted) + 1 - committed.tokens)
         return committed
-
-    def forward(self, token: int, bank: ExpertStore, *, slots_first: bool = False) -> tuple[Tensor, DraftToken]:
-        """DraftContext: one scratch token through the shared skeleton with ``bank``'s experts, or those in the slots."""
-        position, lane = self.position + self.scratch, (self.machine, "draft", self.step)
-        server = SlotsFirstServer(bank, self.residency, *lane) if slots_first else ResidentServer(bank, *lane)
-        with self.seam.serving(server) as calls:
-            out = self.model(input_ids=self.ids.new_tensor([[token]]), cache=self.cache, use_cache=True)
-        self.scratch += 1
-        self.machine.compute("draft", "head", step=self.step, tokens=1)
-        return out.logits[0, -1], DraftToken(-1, position, routing=self._routing(position, calls))
-
-    def choose(self, logits: Tensor, prefix: Sequence[int]) -> tuple[int, Tensor | None]:
-        """DraftContext: the request's own choice after the drafted ``prefix``."""
-        return self.chooser.choose(self.ids, prefix, logits)
-
-    def spent(self, kind: str, *, layer: int = -1, tokens: int = 1, experts: int = 1) -> None:
-        """DraftContext: a segment of the draft's lane."""
-        self.machine.compute("draft", kind, step=self.step, layer=layer, tokens=tokens, experts=experts)
 
     def _target_pass(self, tokens: Tensor, rows: int, server: OffloadServer) -> Tensor:
         """(1, n) tokens through the target with offloaded experts -> (rows, vocabulary) logits of the last rows."""
@@ -121,21 +115,6 @@ class Decoding:
         """Take the last ``tokens`` entries off the cache; also with 0, which lets sliding layers forget what slid out."""
         if self.drafter is not None and self.cache is not None:
             self.cache.crop(-tokens)
-
-    def _routing(self, position: int, calls: Sequence[LayerCall]) -> Routing:
-        """One row's experts a MoE layer: of all its calls, where a model loops over layers; without ids of skipped experts."""
-        experts: list[list[Tensor]] = [[] for _ in self.seam.modules]
-        weights: list[list[Tensor]] = [[] for _ in self.seam.modules]
-        for call in calls:
-            assert call.weights is not None  # only a replay has none
-            ids, odds = call.experts, call.weights
-            if len(call.needed) < ids.shape[1]:
-                there = ids[0] < self.seam.experts(call.layer)
-                ids, odds = ids[:, there], odds[:, there]
-            experts[call.layer].append(ids)
-            weights[call.layer].append(odds)
-        joined = ((parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) for parts in lists) for lists in (experts, weights))
-        return Routing(position, *map(tuple, joined))
 
     def _judge(self, drafted: Sequence[DraftToken], logits: Tensor) -> Committed:
         """Verify and commit, from (drafts + 1, vocabulary) logits; each row is processed once."""

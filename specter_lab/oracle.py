@@ -54,7 +54,7 @@ class PerfectText:
     """A replayable text whose drafts are all accepted, and routed as the target is."""
 
     def __init__(self, text: ReplayableText) -> None:
-        self.experts, self.gate = text.experts, text.gate
+        self.experts, self.gate, self.longest_draft = text.experts, text.gate, text.longest_draft
 
     def window(self, start: int, length: int) -> Any:
         """``length`` drafts, fewer at the end of the text, all of them right."""

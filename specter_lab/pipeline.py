@@ -74,6 +74,7 @@ class Pipeline:
         on_arrival: bool = False,
         warm: bool = False,
         poison: bool = False,
+        draft_ahead: bool = False,
         **unknown: Any,
     ) -> None:
         refuse_unknown(unknown, Pipeline.__init__)
@@ -96,7 +97,7 @@ class Pipeline:
             self.assembly = Assembly(
                 store, self.plan.slots, self.machine, drafter=drafter, predictor=self.predictor, eviction=eviction or LRU(),
                 draft_length=self.draft_length, barrier=barrier, split=split, poison=poison, device=str(self.target.device),
-                host_store=self.target.store, on_arrival=on_arrival,
+                host_store=self.target.store, on_arrival=on_arrival, draft_ahead=draft_ahead,
             )  # fmt: skip
         except BaseException:
             self.target.release()

@@ -53,6 +53,11 @@ class RecordedText:
     def __len__(self) -> int:
         return len(self.experts)
 
+    @property
+    def longest_draft(self) -> int:
+        """Most tokens of a window."""
+        return int(self.strayed.shape[1])
+
     def window(self, start: int, length: int) -> Any:
         """Draft ``length`` tokens from the one at ``start``; fewer at the end. ``ValueError`` for what wasn't recorded: longer
         drafts, and those inside the prompt."""

@@ -11,7 +11,7 @@ Source: on what replay semantics change, arXiv 2608.07911.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from specter_lab.loop import Committed
 from specter_lab.offload.server import OffloadServer
 from specter_lab.pieces import Machine
 from specter_lab.records import DraftToken, ExpertKey, Geometry, LayerCall, Routing
+from specter_lab.speculate.stream import Pieces
 
 
 class ReplayWindow(Protocol):
@@ -42,6 +43,7 @@ class ReplayableText(Protocol):
 
     experts: np.ndarray
     gate: np.ndarray
+    longest_draft: int
 
     def window(self, start: int, length: int) -> ReplayWindow:
         """The draft's and the target's routing of that step; rows after the accepted stand for wrong tokens."""
@@ -63,7 +65,7 @@ class Relabelled:
         self._names = np.full((len(counts), max(counts) + 1), -1)  # the last column is that of -1, which stays
         for layer, count in enumerate(counts):
             self._names[layer, :count] = rng.permutation(count)
-        self.text = text
+        self.text, self.longest_draft = text, text.longest_draft
         self.experts, self.gate = self._renamed(text.experts), self._renamed(text.gate)
 
     def window(self, start: int, length: int) -> ReplayWindow:
@@ -245,6 +247,7 @@ class Replayed:
         self.text, self.machine = text, machine
         self.prompt_tokens, self.end = prompt_tokens, prompt_tokens + new_tokens
         self.committed = prompt_tokens
+        self._begun, self._streams = self.position, False
 
     @property
     def position(self) -> int:
@@ -259,26 +262,47 @@ class Replayed:
         """The prompt's rows, then the first token."""
         self._pass(self.text.experts[: self.prompt_tokens], 0, server)
         self.committed += 1
+        self._begun = self.position
         return Committed(1, 0, finished=self.left() == 0)
+
+    @property
+    def last_token(self) -> int:
+        """A text's tokens are its places: what a draft proposes wrongly is -1."""
+        return self.position
 
     def draft(self, step: int, length: int) -> Iterator[DraftToken]:
         """One draft step a token, at the draft lane's cost."""
-        begin = self.position
-        for horizon, row in enumerate(self.text.window(begin, length).draft):
+        return (piece for piece in self._pieces(lambda: step, length) if piece is not None)
+
+    def stream(self, step: Callable[[], int]) -> Pieces:
+        """The same on and on: what comes after a window that held is still far from where the draft began."""
+        self._begun, self._streams = self.position, True
+        return self._pieces(step, self.text.longest_draft)
+
+    def _pieces(self, step: Callable[[], int], length: int) -> Pieces:
+        begin, window = self.position, self.text.window(self.position, length)
+        for horizon, row in enumerate(window.draft):
             experts = torch.from_numpy(row.astype(np.int64))
             for layer in range(experts.shape[0]):
-                self.machine.compute("draft", "attention", step=step, layer=layer, tokens=1)
-                self.machine.compute("draft", "expert", step=step, layer=layer, tokens=experts.shape[1], experts=experts.shape[1])
-            self.machine.compute("draft", "head", step=step, tokens=1)
-            yield DraftToken(-1, begin + horizon, routing=Routing(begin + horizon, tuple(experts[:, None].unbind()), ()))
+                self.machine.compute("draft", "attention", step=step(), layer=layer, tokens=1)
+                self.machine.compute("draft", "expert", step=step(), layer=layer, tokens=experts.shape[1], experts=experts.shape[1])
+                yield None
+            self.machine.compute("draft", "head", step=step(), tokens=1)
+            place = begin + horizon
+            token = place + 1 if horizon < window.accepted else -1
+            yield DraftToken(token, place, routing=Routing(place, tuple(experts[:, None].unbind()), ()))
 
     def verify(self, step: int, drafted: Sequence[DraftToken], server: OffloadServer) -> Committed:
-        """One pass over the window; what holds is committed."""
-        window = self.text.window(self.position, len(drafted))
-        self._pass(window.needed, self.position, server, known=window.accepted + 1)
-        kept = min(window.accepted + 1, self.left())
+        """One pass over the window, which may lie behind others of the same draft; what holds is committed."""
+        before = self.position - self._begun
+        window = self.text.window(self._begun, before + len(drafted))
+        accepted = window.accepted - before
+        self._pass(window.needed[before:], self.position, server, known=accepted + 1)
+        kept = min(accepted + 1, self.left())
         self.committed += kept
-        return Committed(kept, window.accepted, finished=self.left() == 0)
+        if not self._streams:
+            self._begun = self.position
+        return Committed(kept, accepted, finished=self.left() == 0)
 
     def _pass(self, rows: np.ndarray, begin: int, server: OffloadServer, known: int | None = None) -> None:
         """(positions, layers, experts_per_token): one call a layer. Rows from ``known`` on are wrong tokens: their place is -1."""

@@ -75,6 +75,15 @@ class Routers:
             handle.remove()
         self._handles, self._calls, self.last, self._ids = [], None, None, None
 
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Inside, another forward may run or be left halfway: what was kept of this one is put back."""
+        before = (self.last, self._ids)
+        try:
+            yield
+        finally:
+            self.last, self._ids = before
+
     def learn(self, calls: dict[int, RouterCall]) -> None:
         """Find out where each router's arguments come from."""
         held = {id(t) for t in [*self.model.parameters(), *self.model.buffers()]}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -187,6 +187,16 @@ class ExpertsSeam:
             self._server, self._calls = before
             if self.routers is not None:
                 self.routers.last = None  # it holds the states of a whole prompt
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Inside, another forward of this model may run, or go on, or stop halfway; afterwards this one's goes on as if it hadn't."""
+        before = (self._server, self._calls)
+        with self.routers.lent() if self.routers is not None else nullcontext():
+            try:
+                yield
+            finally:
+                self._server, self._calls = before
 
     def run_layer(self, layer: int, module: Any, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """One layer's experts, served in any order, summed in id order as eager transformers does."""

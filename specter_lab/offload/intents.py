@@ -30,6 +30,8 @@ class Intent:
 class Intents:
     """Intents by layer and expert, and which of them are absent from the device. ``state`` tells where an expert is.
 
+    A layer's intents are of the pass that runs it next. What is wanted for the pass after that waits until ``drop``.
+
     >>> intents = Intents(2, lambda key: "absent")
     >>> _ = intents.want(Prediction(1, 9, ExpertKey(0, 3), 0.9)), intents.want(Prediction(1, 9, ExpertKey(1, 5), 0.9))
     >>> list(intents.urgent(host_share=0.0))
@@ -39,6 +41,7 @@ class Intents:
     def __init__(self, layers: int, state: Callable[[ExpertKey], str]) -> None:
         self._state = state
         self._by_layer: list[dict[int, Intent]] = [{} for _ in range(layers)]
+        self._later: list[list[Prediction]] = [[] for _ in range(layers)]
         self._missing: list[set[int]] = [set() for _ in range(layers)]
 
     def __bool__(self) -> bool:
@@ -63,9 +66,16 @@ class Intents:
         """How many wanted experts of that layer are absent."""
         return len(self._missing[layer])
 
-    def want(self, prediction: Prediction) -> Intent:
-        """The intent that this prediction makes or strengthens."""
+    def step(self, layer: int) -> int:
+        """The pass that this layer's intents (there must be some) are for."""
+        return next(iter(self._by_layer[layer].values())).step
+
+    def want(self, prediction: Prediction) -> Intent | None:
+        """The intent that this prediction makes or strengthens; None of one that waits for an earlier pass of that layer."""
         key = prediction.key
+        if self._by_layer[key.layer] and self.step(key.layer) < prediction.step:
+            self._later[key.layer].append(prediction)
+            return None
         intent = self._by_layer[key.layer].setdefault(key.expert, Intent(None, prediction.step, prediction.position))
         intent.odds[prediction.position] = max(prediction.probability, intent.odds.get(prediction.position, 0.0))
         self.moved(key)
@@ -79,27 +89,33 @@ class Intents:
             self._missing[key.layer].discard(key.expert)
 
     def drop(self, layer: int, up_to_step: int) -> dict[int, Intent]:
-        """Take out that layer's intents of steps up to this one."""
+        """Take out that layer's intents of steps up to this one; what waited behind them takes their place."""
         if not self._by_layer[layer]:
             return {}
         dropped = {expert: intent for expert, intent in self._by_layer[layer].items() if intent.step <= up_to_step}
         for expert in dropped:
             del self._by_layer[layer][expert]
             self._missing[layer].discard(expert)
+        later, self._later[layer] = self._later[layer], []
+        for prediction in later:
+            if prediction.step > up_to_step:
+                self.want(prediction)
         return dropped
 
     def urgent(self, host_share: float) -> Iterator[ExpertKey]:
-        """Absent experts in the order that the link should bring them: by layer, in a layer by expected uses.
+        """Absent experts in the order that the link should bring them: by pass, then by layer, in a layer by expected uses.
 
         With a host that computes ``host_share`` of the misses, every layer keeps as many for it, of the fewest uses, until
-        all layers are down to that: otherwise the link would empty the first layers, where the host would have nothing to
-        do, and leave the last ones to both.
+        all layers of the pass are down to that: otherwise the link would empty the first layers, where the host would have
+        nothing to do, and leave the last ones to both.
         """
         waiting = [layer for layer, missing in enumerate(self._missing) if missing]
         if not waiting:
             return
-        ahead = sum(map(bool, self._by_layer))
-        spared = host_share * sum(map(self.missing, waiting)) / ahead
-        for layer in [w for w in waiting if self.missing(w) > spared] + [w for w in waiting if self.missing(w) <= spared]:
+        coming = min(map(self.step, waiting))
+        soon, later = [w for w in waiting if self.step(w) == coming], [w for w in waiting if self.step(w) > coming]
+        ahead = sum(bool(intents) and self.step(layer) == coming for layer, intents in enumerate(self._by_layer))
+        spared = host_share * sum(map(self.missing, soon)) / ahead
+        for layer in [w for w in soon if self.missing(w) > spared] + [w for w in soon if self.missing(w) <= spared] + later:
             intents = self._by_layer[layer]
             yield ExpertKey(layer, min(self._missing[layer], key=lambda e: (intents[e].step, -intents[e].value, e)))

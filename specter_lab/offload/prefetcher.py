@@ -94,7 +94,7 @@ class Prefetcher:
             intent = self._intents.want(p)
             state = self.residency.state(p.key)
             request_id = self.residency.request_of(p.key)
-            if state == "absent":
+            if state == "absent" and intent is not None:
                 request_id = intent.request_id = self._new_id() if intent.request_id is None else intent.request_id
             self.machine.mark(
                 "predict", step=p.step, position=p.position, layer=p.key.layer, expert=p.key.expert, tokens=p.horizon,

@@ -44,7 +44,8 @@ class OffloadServer:
     """Serves a pass of the target: residents first, missing experts while those compute, each fetched at most once.
 
     More needed experts than slots run in waves: a used expert's slot is free for the next. With a ``split``, some of
-    the missing run on the host beside the device, with the full-precision experts of ``host_store``.
+    the missing run on the host beside the device, with the full-precision experts of ``host_store``. Where it would wait, it
+    calls ``meanwhile`` with the time in us that it has; True if something was done in it.
     """
 
     def __init__(
@@ -56,16 +57,19 @@ class OffloadServer:
         predict: Callable[[LayerCall], Iterable[Prediction]],
         split: MissSplit | None = None,
         host_store: ExpertStore | None = None,
+        meanwhile: Callable[[float], bool] | None = None,
     ) -> None:
-        self.prefetcher, self.machine, self.split = prefetcher, machine, split
+        self.prefetcher, self.machine, self.split, self.meanwhile = prefetcher, machine, split, meanwhile
         self.host_store = host_store or prefetcher.store
         self.step, self.position, self.predict = step, position, predict
         self.needed: dict[ExpertKey, int] = {}
+        self.layer = -1
 
     def serve(self, call: LayerCall, compute: Compute) -> None:
         """Each needed expert as soon as it is resident; it can't be evicted while it computes."""
         machine, prefetcher, residency = self.machine, self.prefetcher, self.prefetcher.residency
         machine.compute("target", "attention", step=self.step, layer=call.layer, tokens=call.experts.shape[0])
+        self.layer = call.layer
         pending = {ExpertKey(call.layer, e): rows for e, rows in zip(call.needed, call.rows, strict=True)}
         self.needed |= pending
         with machine.lock:
@@ -85,6 +89,8 @@ class OffloadServer:
         while pending:
             self._serve_one(pending, compute)
         if hosted:
+            while self.meanwhile is not None and self.meanwhile(machine.host_backlog_us()):
+                pass
             machine.join_host(step=self.step, layer=call.layer)
             for key in sorted(hosted):
                 residency.eviction.used(key)  # popularity doesn't ask where an expert was computed
@@ -115,7 +121,8 @@ class OffloadServer:
             else:
                 weights, request_id = residency.acquire(key), residency.request_of(key)
         if key is None:
-            machine.wait(awaited, request_id, step=self.step)
+            if self.meanwhile is None or not self.meanwhile(machine.link_backlog_us()):
+                machine.wait(awaited, request_id, step=self.step)
             return
         machine.trace.use(request_id)
         if residency.to_rebuild(key):

@@ -69,6 +69,11 @@ class SyntheticText:
     def __len__(self) -> int:
         return len(self.experts)
 
+    @property
+    def longest_draft(self) -> int:
+        """Most tokens of a window."""
+        return LONGEST_DRAFT
+
     def window(self, start: int, length: int) -> Window:
         """Draft ``length`` tokens from the one at ``start`` on and verify them; fewer where the text ends.
 
