@@ -14,10 +14,10 @@ from specter_lab.offload.residency import Residency
 from specter_lab.offload.server import OffloadServer
 from specter_lab.pieces import Drafter, Machine
 from specter_lab.records import DraftToken, Verification
+from specter_lab.scratch import LONGEST, Scratch, branch
 from specter_lab.seam import ExpertsSeam
 from specter_lab.speculate.choice import Chooser
 from specter_lab.speculate.forked import in_pieces
-from specter_lab.speculate.scratch import Scratch, forked
 from specter_lab.speculate.stream import Pieces
 from specter_lab.speculate.verification import verify_greedy, verify_sampled
 
@@ -92,9 +92,9 @@ class Decoding:
 
     def stream(self, step: Callable[[], int]) -> Pieces:
         """The same layer by layer on a cache of its own, so that it may go on while the target's pass uses this one."""
-        drafter, cache, left = self.drafter, self.cache, self.left()
+        drafter, cache, most = self.drafter, self.cache, min(self.left(), LONGEST)
         assert drafter is not None and cache is not None
-        return in_pieces(lambda pause: drafter.draft(Scratch(self, forked(cache), step, pause), left), self.seam)
+        return in_pieces(lambda pause: drafter.draft(Scratch(self, branch(cache), step, pause), most), self.seam)
 
     def verify(self, step: int, drafted: Sequence[DraftToken], server: OffloadServer) -> Committed:
         """One pass over the last token and the drafts; of its cache entries, those of committed tokens stay."""

@@ -88,6 +88,7 @@ def conditions_of(pipeline: Pipeline, *, prompt_tokens: int, new_tokens: int, sa
             "latency_us": getattr(machine, "latency_us", None),
             "drafter": getattr(pipeline.drafter, "name", None),
             "draft_length": repr(pipeline.draft_length),
+            "draft_ahead": pipeline.assembly.draft_ahead,
             "predictor": pipeline.predictor.name,
             "eviction": pipeline.residency.eviction.name,
             "slots": list(plan.slots),

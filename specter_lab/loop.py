@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from specter_lab.ahead import Ahead
 from specter_lab.offload.prefetcher import Prefetcher
 from specter_lab.offload.residency import Residency
 from specter_lab.offload.server import MissSplit, OffloadServer
 from specter_lab.pieces import Drafter, DraftLength, EvictionPolicy, ExpertStore, Machine, Predictor
 from specter_lab.records import DraftToken, ExpertKey, LayerCall, Prediction
-from specter_lab.speculate.stream import DraftStream, Pieces
+from specter_lab.speculate.stream import Pieces
 
 
 @dataclass(frozen=True)
@@ -54,15 +55,12 @@ class Text(Protocol):
         """One pass of the target over the last committed token and the drafts; commits what holds."""
 
 
-import os
-AHEAD = int(os.environ.get("AHEAD", "4"))
-
-
 class Assembly:
     """Pieces put together around one store, one machine and one set of slots.
 
     ``host_store``: the experts that the host itself computes with, where ``store`` holds residuals. ``barrier``:
-    verification starts once all planned copies have arrived. ``split``: which misses the host computes.
+    verification starts once all planned copies have arrived. ``split``: which misses the host computes. ``draft_ahead``:
+    the next window is drafted while this one's verification waits.
     """
 
     def __init__(
@@ -84,7 +82,6 @@ class Assembly:
         draft_ahead: bool = False,
     ) -> None:
         self.draft_ahead = draft_ahead
-        self._stream: DraftStream | None = None
         self.machine, self.drafter, self.predictor = machine, drafter, predictor
         self.eviction, self.draft_length, self.barrier, self.split = eviction, draft_length, barrier, split
         self.host_store = host_store or store
@@ -113,12 +110,14 @@ class Assembly:
 
     def run(self, text: Text) -> None:
         """Decode (or replay) the whole text."""
+        ahead = Ahead(text, self.machine, self.predictor, self._want) if self.draft_ahead else None
         try:
-            self._run(text)
-        finally:  # also after an interrupt: a stream is a forward that stands halfway
-            self._drop()
+            self._run(text, ahead)
+        finally:  # also after an interrupt: a draft may stand halfway
+            if ahead is not None:
+                ahead.drop()
 
-    def _run(self, text: Text) -> None:
+    def _run(self, text: Text, ahead: Ahead | None) -> None:
         step = 0
         committed = text.prefill(self._server(step, 0, {}))
         self._commit(step, text.position, committed, drafted=[])
@@ -126,78 +125,34 @@ class Assembly:
         while not committed.finished:
             step += 1
             position = text.position
-            drafted = self._draft(text, step, position, predicted)
+            drafted = self._draft(text, step, position, predicted, ahead)
             if self.barrier:
                 self._wait_for_plan(step)
             server = self._server(step, position, predicted)
-            coming: dict[ExpertKey, Prediction] = {}
-            if self._stream is not None:
-                self._begin_ahead(step, len(drafted), text.left(), server, predicted, coming)
+            if ahead is not None:
+                longest = getattr(self.draft_length, "longest", self._length)
+                ahead.verifying(server, len(drafted), longest, predicted)
             committed = text.verify(step, drafted, server)
             self.predictor.learn(step, predicted, server.needed)
             self.draft_length.learn(len(drafted), committed.accepted)
             if self.drafter is not None:
                 self.drafter.learn(drafted, committed.accepted)
             self._commit(step, text.position, committed, drafted)
-            predicted = coming if self._held(step, text, committed, drafted) else {}
+            coming = None if ahead is None else ahead.decided(step, committed.tokens == len(drafted) + 1 and not committed.finished)
+            if ahead is not None and coming is None:
+                with self.machine.lock:
+                    self.prefetcher.cancel(step + 1, "rejected")
+            predicted = coming or {}
 
-    def _begin_ahead(
-        self, step: int, drafted: int, left: int, server: OffloadServer, predicted: dict[ExpertKey, Prediction], coming: dict[ExpertKey, Prediction]
-    ) -> None:
-        """From now on, waits of the pass draft ahead."""
-        stream = self._stream
-        assert stream is not None
-
-        def told(token: DraftToken) -> None:
-            if not stream.ready:  # the guess: its routing is that of the last draft's row, whose first layers have run already
-                rest = self.predictor.drafted(step, token, horizon=drafted)
-                self._want((p for p in rest if p.key.layer > server.layer), predicted)
-            else:
-                self._want(self.predictor.drafted(step + 1, token, horizon=len(stream.ready) - 1), coming)
-            self._at = step + 1
-
-        stream.verifying(most=min(AHEAD, left - drafted - 2), told=told)
-        server.meanwhile = stream.advance
-
-    def _held(self, step: int, text: Text, committed: Committed, drafted: Sequence[DraftToken]) -> bool:
-        """Whether the text goes on as the stream guessed; if not, it's dropped, with all that it wanted."""
-        stream = self._stream
-        if stream is None:
-            return False
-        all_held = committed.accepted == len(drafted) < committed.tokens and not committed.finished
-        held = all_held and stream.guess is not None and stream.guess.token == text.last_token
-        if stream.guess is not None:
-            self.machine.mark("ahead", step=step, position=text.position, value=len(stream.ready), outcome="kept" if held else "dropped")
-        if not held:
-            with self.machine.lock:
-                self.prefetcher.cancel(step + 1, "rejected")
-            self._drop()
-        return held
-
-    def _drop(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
-
-    def _draft(self, text: Text, step: int, position: int, predicted: dict[ExpertKey, Prediction]) -> list[DraftToken]:
-        """Draft, predicting and prefetching after each token."""
+    def _draft(self, text: Text, step: int, position: int, predicted: dict[ExpertKey, Prediction], ahead: Ahead | None) -> list[DraftToken]:
+        """Draft, predicting and prefetching after each token; what is ready already comes first."""
         most = text.left() - 1
-        length = self.draft_length.choose(step, most) if self.drafter is not None else 0
+        self._length = length = self.draft_length.choose(step, most) if self.drafter is not None else 0
         self._want(self.predictor.step_begins(step, position, length), predicted)
-        drafted: list[DraftToken] = []
+        drafted: list[DraftToken] = [] if ahead is None else ahead.ready(step, most, predicted)
         go_on = getattr(self.draft_length, "go_on", None)
-        if self.draft_ahead:
-            self._at = step
-            if self._stream is None:
-                self._stream = DraftStream(text.stream(lambda: self._at), self.machine)
-            drafted = self._stream.ready[:most]
-            handed = getattr(self.draft_length, "handed", None)
-            if drafted and handed is not None and not handed(len(drafted)):
-                length = 0
-            source = self._stream.tokens(length - len(drafted))
-        else:
-            source = text.draft(step, length) if length > 0 else iter(())
-        for token in source:
+        more = length - len(drafted)
+        for token in () if more <= 0 else text.draft(step, more) if ahead is None else ahead.tokens(more):
             self._want(self.predictor.drafted(step, token, horizon=len(drafted)), predicted)
             self.machine.compute("draft", "plan", step=step)
             drafted.append(token)

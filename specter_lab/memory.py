@@ -70,12 +70,14 @@ def divide_memory(
     slots: int | Sequence[int] | None = None,
     memory: int | str | None = None,
     context_length: int | None = None,
+    scratch_tokens: int = 0,
 ) -> MemoryPlan:
     """Give the target's slots what a budget leaves after non-expert weights, the drafter's own weights and cache, buffers and KV.
 
     ``slots``: so many a layer (one number, or one for each layer), or ``memory``: a total of device bytes; with neither,
     a quarter of each layer's experts. ``store``: what crosses the link (the target's own experts, if not given), and with
-    it what a slot holds, but for experts that are rebuilt ``on_arrival``. Slots that a
+    it what a slot holds, but for experts that are rebuilt ``on_arrival``. ``scratch_tokens``: entries that a
+    draft keeps beside the target's cache, if it goes on during verifications. Slots that a
     budget leaves over go to the first layers.
     Raises ``ValueError`` for both at once, and ``BudgetError`` for a budget below one slot a layer.
 
@@ -93,7 +95,7 @@ def divide_memory(
     if hasattr(store, "rebuilt_bytes"):
         buffers += max((store.blob_bytes if on_arrival else store.rebuilt_bytes)(layer) for layer in range(store.layers))
     draft = getattr(getattr(drafter, "bank", None), "nbytes", 0) + getattr(drafter, "weight_bytes", 0)
-    kv = (geometry.kv_bytes_per_token + getattr(drafter, "kv_bytes_per_token", 0)) * context
+    kv = (geometry.kv_bytes_per_token + getattr(drafter, "kv_bytes_per_token", 0)) * context + geometry.kv_bytes_per_token * scratch_tokens
     fixed = DeviceBytes(geometry.non_expert_bytes, draft, 0, buffers, kv)
     budget = None
     if memory is not None:

@@ -18,7 +18,7 @@ from specter_lab.offload.eviction import ClairvoyantEviction
 from specter_lab.pieces import DraftContext, ExpertStore
 from specter_lab.pipeline import Pipeline
 from specter_lab.records import DraftToken
-from specter_lab.replay import ReplayableText
+from specter_lab.replay import ReplayableText, longest_draft
 from specter_lab.routing.predictors import Oracle
 
 
@@ -54,7 +54,7 @@ class PerfectText:
     """A replayable text whose drafts are all accepted, and routed as the target is."""
 
     def __init__(self, text: ReplayableText) -> None:
-        self.experts, self.gate, self.longest_draft = text.experts, text.gate, text.longest_draft
+        self.experts, self.gate, self.longest_draft = text.experts, text.gate, longest_draft(text)
 
     def window(self, start: int, length: int) -> Any:
         """``length`` drafts, fewer at the end of the text, all of them right."""

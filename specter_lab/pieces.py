@@ -69,7 +69,8 @@ class Drafter(Protocol):
 class Predictor(Protocol):
     """Says which experts the coming pass needs. Every hook may return nothing.
 
-    An implementation may also have ``reads_routing``: True if it needs draft tokens that carry routing.
+    An implementation may also have ``reads_routing``: True if it needs draft tokens that carry routing; ``looks_past``: True if it
+    may be told of a token that is drafted ahead before that token's step begins, since it keeps nothing for each step.
     """
 
     name: str

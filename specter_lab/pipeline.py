@@ -25,6 +25,7 @@ from specter_lab.pieces import Drafter, DraftLength, EvictionPolicy, ExpertStore
 from specter_lab.replay import ReplayableText, Replayed, ReplayTarget
 from specter_lab.request import (
     encode,
+    refuse_ahead,
     refuse_drafter,
     refuse_inputs,
     refuse_length,
@@ -34,6 +35,7 @@ from specter_lab.request import (
     stop_criteria,
 )
 from specter_lab.routing.predictors import NoPrediction
+from specter_lab.scratch import scratch_tokens
 from specter_lab.speculate.draft_length import FixedLength
 
 
@@ -47,7 +49,8 @@ class Pipeline:
     (none by default; ``SplitByFinish``). ``residual``: the link moves what is missing beside the draft's codes to rebuild an
     expert bit for bit (True, or a ``ResidualBank`` built for that bank), or experts compressed by themselves, which need no
     codes ("compressed", or a ``CompressedBank``). Slots hold the same, and experts are rebuilt at each use, or ``on_arrival``:
-    then slots hold rebuilt ones.
+    then slots hold rebuilt ones. ``draft_ahead``: the next window is drafted while this one's verification waits, on a
+    cache of its own behind the committed prefix. Sampled tokens then depend on how long waits were; their distribution doesn't.
     ``poison`` fills forgotten slots with NaN.
 
     >>> import specter_lab as sl
@@ -88,12 +91,14 @@ class Pipeline:
         self.target: MoE | ReplayTarget = target if isinstance(target, MoE | ReplayTarget) else load_moe(target)
         if drafter is not None:
             refuse_drafter(self.target, drafter)
+        refuse_ahead(draft_ahead, drafter)
         self.target.lease()
         try:
             store = self._store(residual, getattr(drafter, "bank", None))
             self.plan: MemoryPlan = divide_memory(
-                self.target, drafter=drafter, store=store, on_arrival=on_arrival, slots=slots, memory=memory, context_length=context_length
-            )
+                self.target, drafter=drafter, store=store, on_arrival=on_arrival, slots=slots, memory=memory, context_length=context_length,
+                scratch_tokens=scratch_tokens(self.target) if draft_ahead else 0,
+            )  # fmt: skip
             self.assembly = Assembly(
                 store, self.plan.slots, self.machine, drafter=drafter, predictor=self.predictor, eviction=eviction or LRU(),
                 draft_length=self.draft_length, barrier=barrier, split=split, poison=poison, device=str(self.target.device),

@@ -26,7 +26,7 @@ def planned(
 ) -> Pipeline:
     """The pipeline of one of ``PLANS``: experts by expected use, misses shared with the host.
 
-    "residual": all codes are resident and draft; the link brings residuals, by the draft's lookahead. "compressed": no
+    "residual": all codes are resident and draft, also ahead; the link brings residuals, by the draft's lookahead. "compressed": no
     codes and no draft; the link brings losslessly compressed experts, by the next layer's gate. Slots hold what the link
     brings, or, "on arrival", rebuilt experts: fewer of them, with nothing to rebuild at use. "dense": experts as they are, on
     demand, for links so fast that nothing else pays. ``bank`` and ``residual``: those of the residual plans, if at hand.
@@ -41,10 +41,11 @@ def planned(
     if plan.startswith("residual"):
         drafter = SelfDrafter(bank or target.quantize("qint4"))
         pieces |= {"drafter": drafter, "draft_length": ByteLength(), "predictor": DraftLookahead(), "residual": residual or True}
+        pieces["draft_ahead"] = True
     else:
         if plan != "dense":
             pieces |= {"predictor": NextLayerGate(target), "residual": "compressed"}
-        options = {name: value for name, value in options.items() if name != "draft_length"}
+        options = {name: value for name, value in options.items() if name not in ("draft_length", "draft_ahead")}
     return Pipeline(target, **{**pieces, **options})
 
 

@@ -43,10 +43,19 @@ class ReplayableText(Protocol):
 
     experts: np.ndarray
     gate: np.ndarray
-    longest_draft: int
 
     def window(self, start: int, length: int) -> ReplayWindow:
         """The draft's and the target's routing of that step; rows after the accepted stand for wrong tokens."""
+
+
+def longest_draft(text: ReplayableText) -> int:
+    """Most tokens that ``text.window`` can draft: what its ``longest_draft`` says, or all that are left.
+
+    >>> from types import SimpleNamespace
+    >>> longest_draft(SimpleNamespace(experts=np.zeros((9, 2, 1))))
+    9
+    """
+    return int(getattr(text, "longest_draft", len(text.experts)))
 
 
 class Relabelled:
@@ -65,7 +74,7 @@ class Relabelled:
         self._names = np.full((len(counts), max(counts) + 1), -1)  # the last column is that of -1, which stays
         for layer, count in enumerate(counts):
             self._names[layer, :count] = rng.permutation(count)
-        self.text, self.longest_draft = text, text.longest_draft
+        self.text, self.longest_draft = text, longest_draft(text)
         self.experts, self.gate = self._renamed(text.experts), self._renamed(text.gate)
 
     def window(self, start: int, length: int) -> ReplayWindow:
@@ -277,7 +286,7 @@ class Replayed:
     def stream(self, step: Callable[[], int]) -> Pieces:
         """The same on and on: what comes after a window that held is still far from where the draft began."""
         self._begun, self._streams = self.position, True
-        return self._pieces(step, self.text.longest_draft)
+        return self._pieces(step, longest_draft(self.text))
 
     def _pieces(self, step: Callable[[], int], length: int) -> Pieces:
         begin, window = self.position, self.text.window(self.position, length)

@@ -184,6 +184,12 @@ def refuse_drafter(target: Any, drafter: Drafter) -> None:
         )
 
 
+def refuse_ahead(draft_ahead: bool, drafter: Drafter | None) -> None:
+    """``ValueError`` for drafting ahead without a drafter."""
+    if draft_ahead and drafter is None:
+        raise ValueError("Drafting ahead needs a draft; got draft_ahead=True and no drafter. Give a SelfDrafter, or leave draft_ahead out.")
+
+
 def refuse_replay(drafter: Drafter | None) -> None:
     """``ValueError`` for a drafter whose proposals depend on the slots."""
     if getattr(drafter, "reads_slots", False):

@@ -60,7 +60,7 @@ MECHANISMS: dict[str, Mechanism] = {
     "speculation": Mechanism(
         lambda p: p.drafter is not None,
         # residuals need the draft's codes, drafted with or not
-        lambda p: {"draft_length": 0, **NOTHING_AHEAD, **({} if _needs_codes(p) else {"drafter": None})},
+        lambda p: {"draft_length": 0, "draft_ahead": False, **NOTHING_AHEAD, **({} if _needs_codes(p) else {"drafter": None})},
         lambda pieces: _only(pieces, *DRAFT),
     ),
     "lookahead": Mechanism(
@@ -92,6 +92,11 @@ MECHANISMS: dict[str, Mechanism] = {
         lambda p: p.drafter is not None and not isinstance(p.draft_length, FixedLength),
         lambda p: {"draft_length": 8},
         lambda pieces: _only(pieces, *DRAFT),
+    ),
+    "drafting ahead": Mechanism(
+        lambda p: p.assembly.draft_ahead,
+        lambda p: {"draft_ahead": False},
+        lambda pieces: _only(pieces, *DRAFT, "draft_ahead"),
     ),
     "host lane": Mechanism(
         lambda p: p.assembly.split is not None,

@@ -108,4 +108,5 @@ def pieces_of(pipeline: Pipeline) -> dict[str, Any]:
         "split": pipeline.assembly.split,
         "residual": residency.store if residency.rebuilds else False,
         "on_arrival": residency.on_arrival,
+        "draft_ahead": pipeline.assembly.draft_ahead,
     }

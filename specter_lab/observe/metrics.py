@@ -87,6 +87,7 @@ def summarize(trace: Trace) -> dict[str, Any]:
         "tpot_ms": per_token((end - begin) / 1e3),
         "tokens_per_step": _ratio(later, steps),
         "acceptance_rate": _ratio(accepted, drafted),
+        "drafted_ahead": _ratio(decoding.loc[(kind == "ahead") & (decoding["outcome"] == "kept"), "value"].sum(), drafted),
         "hit_rate": outcome("hit"),
         "late_rate": outcome("late"),
         "miss_rate": outcome("miss"),

@@ -13,13 +13,14 @@
 | `request_id` | ties `predict`, `transfer`, `stall`, `need`, `expert` of one copy together; -1 = no copy involved |
 | `reason` | `transfer`, `read`, `evict`: `demand`, `prefetch` · `predict`: `absent`, `loading`, `resident` then · `cancel`: why |
 | `outcome` | `need`: `hit`, `late`, `miss` · `transfer`: `used`, `wasted` · `predict`: `correct`, `wrong` · `commit`: `first` or `step` |
-| `value` | probability (`predict`), accepted drafts (`commit`), drafted tokens (`draft_length`) |
+| `value` | probability (`predict`), accepted drafts (`commit`), drafted tokens (`draft_length`; early ones: `ahead`) |
 
 Kinds. Compute: `attention` (a decoder layer up to its experts: attention, norms, router), `expert`, `head` (last
 norm, vocabulary, choice), `rebuild` (a full-precision expert out of code and residual), `plan` (the pipeline's own
 work). Waiting: `stall`. Link: `transfer`. Disk: `read`, before the transfer of the same request. Instants: `predict`,
 `need` (one for each expert of a layer call), `route` (one for each expert of each position, from step 1 on;
-`rejected` where the position wasn't committed, else `accepted`), `evict`, `cancel`, `draft_length`, `commit`.
+`rejected` where the position wasn't committed, else `accepted`), `evict`, `cancel`, `draft_length`, `ahead` (a step's
+tokens that were drafted while the one before was verified; outcome `kept` or `dropped`), `commit`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import pandas as pd
 
 FORMAT = "specter_lab trace 1"
 COMPUTE_KINDS = ("attention", "expert", "head", "plan", "rebuild")
-INSTANT_KINDS = ("predict", "need", "route", "evict", "cancel", "draft_length", "commit")
+INSTANT_KINDS = ("predict", "need", "route", "evict", "cancel", "draft_length", "ahead", "commit")
 COLUMNS: dict[str, str] = {
     "lane": "str",
     "kind": "str",

@@ -65,7 +65,7 @@ class DraftLookahead(NoPrediction):
     """
 
     name = "draft lookahead"
-    reads_routing = True
+    reads_routing = looks_past = True
 
     def __init__(self, prior: float = 0.9, prior_weight: float = 8.0) -> None:
         if not 0 < prior <= 1 or prior_weight <= 0:
@@ -112,6 +112,8 @@ class CutoffLookahead(DraftLookahead):
     >>> CutoffLookahead().name
     'cutoff lookahead'
     """
+
+    looks_past = False
 
     name = "cutoff lookahead"
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -55,8 +58,8 @@ class RouterRecorder:
         self._decoder_layers = tuple(_decoder_layer(name, place) for place, name in enumerate(modules))
         self._argument_names = list(inspect.signature(inner.forward).parameters)
         self._handles: list[RemovableHandle] = []
-        self._open: dict[int, tuple[Tensor, Tensor]] | None = None  # the running forward: layer -> ids and weights
-        self._tokens, self._start = torch.empty(0, dtype=torch.int64), 0  # the running forward's input
+        # the running forward of each stack: a pipeline that drafts ahead leaves one halfway while another runs
+        self._running: WeakKeyDictionary[greenlet, _Forward] = WeakKeyDictionary()
         self._started = 0
         self._done: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # experts, weights, tokens, positions of each forward
 
@@ -73,7 +76,8 @@ class RouterRecorder:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles, self._open = [], None
+        self._handles = []
+        self._running.clear()
         if kind is None and not self._done:  # an error on its way out says more than this one would
             raise RuntimeError(
                 f"A recorder should see the model run; {len(self._modules)} experts modules were watched through {self._started} forwards "
@@ -105,14 +109,13 @@ class RouterRecorder:
                 f"A routing log follows one sequence at a time; this forward has a batch of {source.shape[0]}. Run them one by one."
             )
         if source is None:
-            self._tokens = torch.empty(0, dtype=torch.int64)
+            tokens = torch.empty(0, dtype=torch.int64)
         elif ids is not None:
-            self._tokens = ids[0].detach().to("cpu", torch.int64)
+            tokens = ids[0].detach().to("cpu", torch.int64)
         else:
-            self._tokens = torch.full((source.shape[1],), -1)
+            tokens = torch.full((source.shape[1],), -1)
         cache = given.get("cache", given.get("past_key_values"))
-        self._start = int(cache.get_seq_length()) if cache is not None else 0
-        self._open = {}
+        self._running[getcurrent()] = _Forward(tokens, int(cache.get_seq_length()) if cache is not None else 0)
         self._started += 1
 
     def _experts_hook(self, layer: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
@@ -121,36 +124,46 @@ class RouterRecorder:
         def picked(module: nn.Module, args: tuple[Any, ...]) -> None:
             # every model passes hidden states, ids and weights by place; the names differ
             _, ids, weights = args[:3]
-            if self._open is None:
+            running = self._running.get(getcurrent())
+            if running is None:
                 raise RuntimeError(
                     f"A recorder expects each experts module inside a forward of the watched {type(self.model).__name__}; "
                     f"that of MoE layer {layer} was called outside one. Call the whole model that you passed to RouterRecorder."
                 )
-            if len(ids) != len(self._tokens):
+            if len(ids) != len(running.tokens):
                 raise ValueError(
                     f"A recorder expects a row of picks for each input token; MoE layer {layer} got {len(ids)} rows "
-                    f"for {len(self._tokens)} tokens. Feed one unpadded sequence."
+                    f"for {len(running.tokens)} tokens. Feed one unpadded sequence."
                 )
             if weights.shape != ids.shape:  # some routers hand on a weight for every expert instead of the picked ones
                 weights = weights.gather(1, ids.clamp(max=weights.shape[1] - 1))
             skipped = ids >= self._expert_counts[layer]  # a router may send a token to no expert by an id past the last
             picks = (ids.detach().masked_fill(skipped, -1), weights.detach().masked_fill(skipped, 0))
-            before = self._open.get(layer)  # a model may run through a layer several times: all its picks there count
-            self._open[layer] = picks if before is None else (torch.cat([before[0], picks[0]], 1), torch.cat([before[1], picks[1]], 1))
+            before = running.picks.get(layer)  # a model may run through a layer several times: all its picks there count
+            running.picks[layer] = picks if before is None else (torch.cat([before[0], picks[0]], 1), torch.cat([before[1], picks[1]], 1))
 
         return picked
 
     def _forward_ends(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        picks, self._open = self._open, None
-        if not picks:
+        running = self._running.pop(getcurrent(), None)
+        if running is None or not running.picks:
             return
-        rows = len(self._tokens)
+        rows, picks = len(running.tokens), running.picks
         ranks = max(ids.shape[1] for ids, _ in picks.values())
         experts, weights = torch.full((rows, len(self._modules), ranks), -1), torch.zeros(rows, len(self._modules), ranks)
         for layer, (ids, scale) in picks.items():
             experts[:, layer, : ids.shape[1]] = ids.to("cpu")
             weights[:, layer, : ids.shape[1]] = scale.to("cpu", torch.float32)
-        self._done.append((experts, weights, self._tokens, torch.arange(self._start, self._start + rows)))
+        self._done.append((experts, weights, running.tokens, torch.arange(running.start, running.start + rows)))
+
+
+@dataclass
+class _Forward:
+    """A running forward: its tokens, the first one's position, and ids and weights by layer."""
+
+    tokens: Tensor
+    start: int
+    picks: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 def _decoder_layer(name: str, place: int) -> int:

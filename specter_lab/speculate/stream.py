@@ -39,16 +39,13 @@ class DraftStream:
         self._most, self._told = most, told
 
     def advance(self, free_us: float) -> bool:
-        """One piece, if a wait of ``free_us`` is long enough; whether it was."""
-        if len(self.ready) >= self._most and self.guess is not None or free_us < 0.5 * self._piece_us:
+        """One piece, if enough of it fits in a wait of ``free_us``; whether it did."""
+        if (self.guess is not None and len(self.ready) >= self._most) or 2 * free_us < self._piece_us:
             return False
-        start = self._machine.now_us()
         try:
-            piece = next(self._pieces)
+            piece = self._piece()
         except StopIteration:
             return False
-        spent = self._machine.now_us() - start
-        self._piece_us += 0.1 * (spent - self._piece_us) if self._piece_us else spent
         if piece is not None:
             if self.guess is None:
                 self.guess = piece
@@ -59,11 +56,22 @@ class DraftStream:
 
     def tokens(self, most: int) -> Iterator[DraftToken]:
         """At most so many tokens at once; fewer if the draft is over."""
-        for _ in range(most):
-            token = next((piece for piece in self._pieces if piece is not None), None)
-            if token is None:
+        given = 0
+        while given < most:
+            try:
+                piece = self._piece()
+            except StopIteration:
                 return
-            yield token
+            if piece is not None:
+                given += 1
+                yield piece
+
+    def _piece(self) -> DraftToken | None:
+        start = self._machine.now_us()
+        piece = next(self._pieces)
+        spent = self._machine.now_us() - start
+        self._piece_us += 0.1 * (spent - self._piece_us) if self._piece_us else spent
+        return piece
 
     def close(self) -> None:
         """Give up what isn't finished. Idempotent."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 from specter_lab.offload.server import ResidentServer
 from specter_lab.offload.slots_first import SlotsFirstServer
@@ -20,20 +20,22 @@ if TYPE_CHECKING:
     from specter_lab.decoding import Decoding
 
 
+LONGEST = 32
+"""Most tokens of a draft that goes on beside verifications: then it begins anew, from what the target committed."""
+
+
 class Scratch:
     """The ``DraftContext`` of one draft: the committed ids as they were when it began, and ``tokens`` entries in ``cache``.
 
     ``step``: what its compute is stamped with. ``pause``: called after each layer's experts.
 
-    >>> forked(DynamicCache()).get_seq_length()
-    0
     """
 
     def __init__(
         self, decoding: Decoding, cache: DynamicCache | None, step: Callable[[], int], pause: Callable[[], None] | None = None
     ) -> None:
         self.decoding, self.cache, self.step, self.pause = decoding, cache, step, pause
-        self.ids, self.end_tokens, self.tokens = decoding.ids, decoding.end_tokens, 0
+        self.ids, self.end_tokens, self.generator, self.tokens = decoding.ids, decoding.end_tokens, decoding.generator, 0
 
     def forward(self, token: int, bank: ExpertStore, *, slots_first: bool = False) -> tuple[Tensor, DraftToken]:
         """One scratch token through the shared skeleton with ``bank``'s experts, or those in the slots."""
@@ -73,16 +75,53 @@ class Scratch:
         return Routing(position, *map(tuple, joined))
 
 
-def forked(cache: DynamicCache) -> DynamicCache:
-    """A cache that goes its own way from here on; keys and values so far are shared, since dynamic layers never write into them."""
-    shared = {
-        id(value): value
-        for layer in cache.layers
-        if not isinstance(layer, LinearAttentionCacheLayerMixin)  # its states are written in place
-        for value in vars(layer).values()
-        if isinstance(value, Tensor)
-    }
+def branch(cache: DynamicCache) -> DynamicCache:
+    """A cache that goes its own way from here on, while ``cache`` may grow and be cropped back to what it holds now.
+
+    Plain layers keep only what comes from now on. Others (sliding windows, linear attention) are copied: most share keys and
+    values with the original until either is updated, since updates don't write into them.
+
+    >>> cache = DynamicCache(); _ = cache.update(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2), 0)
+    >>> own = branch(cache); _ = own.update(torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2), 0)
+    >>> own.get_seq_length(), own.layers[0].keys.shape[-2], cache.get_seq_length()
+    (4, 1, 3)
+    """
+    shared: dict[int, Any] = {}
+    for layer in cache.layers:
+        if type(layer) is DynamicLayer and layer.is_initialized:
+            shared[id(layer)] = _BranchLayer(layer)
+        elif not isinstance(layer, LinearAttentionCacheLayerMixin):  # its states are written in place
+            shared |= {id(value): value for value in vars(layer).values() if isinstance(value, Tensor)}
     return copy.deepcopy(cache, shared)
+
+
+def scratch_tokens(target: Any) -> int:
+    """For how many tokens a branch holds keys and values at most: ``LONGEST``, and the window of sliding layers, if any."""
+    config = target.model.config.get_text_config() if hasattr(target, "model") else None
+    return LONGEST + (getattr(config, "sliding_window", None) or 0)
+
+
+class _BranchLayer(DynamicLayer):
+    """The first ``length`` entries are those of ``trunk``, wherever that keeps them at the moment; the others are its own."""
+
+    def __init__(self, trunk: DynamicLayer) -> None:
+        super().__init__()
+        assert trunk.keys is not None and trunk.values is not None
+        self.trunk, self.length = trunk, trunk.get_seq_length()
+        self.lazy_initialization(trunk.keys, trunk.values)
+        self.keys, self.values = trunk.keys[..., :0, :], trunk.values[..., :0, :]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """As a dynamic layer's; what is joined for attention isn't kept."""
+        keys, values = super().update(key_states, value_states)
+        own, trunk = slice(self.length), self.trunk
+        assert trunk.keys is not None and trunk.values is not None
+        return torch.cat([trunk.keys[..., own, :], keys], dim=-2), torch.cat([trunk.values[..., own, :], values], dim=-2)
+
+    def get_seq_length(self) -> int:
+        """Entries of both."""
+        assert self.keys is not None
+        return self.length + self.keys.shape[-2]
 
 
 class _Pausing:
