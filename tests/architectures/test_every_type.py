@@ -60,8 +60,10 @@ def test_the_whole_loop_gives_the_models_own_tokens(model_type: str) -> None:
         }
     figures = {}
     with moe:
+        if row.supported:  # a draft that is the target itself: what it drafts ahead, on its branch of the cache, must hold
+            assemblies["ahead"] = {"drafter": sl.SelfDrafter(moe.store), "draft_length": 2, "draft_ahead": True}
         for name, pieces in assemblies.items():
-            machine = sl.SimulatedMachine(0.2)
+            machine = sl.SimulatedMachine(0.001 if name == "ahead" else 0.2)
             with sl.Pipeline(moe, slots=2, poison=True, machine=machine, **pieces) as pipeline, sl.RouterRecorder(moe) as recorder:
                 run = pipeline.generate(built.prompt, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
             assert run.new_ids == built.own, f"{name}: {run.new_ids} instead of {built.own}"
@@ -75,13 +77,14 @@ def test_the_whole_loop_gives_the_models_own_tokens(model_type: str) -> None:
                 ahead = moved[moved["reason"] == "prefetch"]
                 assert (ahead["outcome"] == "used").any(), f"{name} fetched nothing ahead of its use"
             drafted = run.trace.events[run.trace.events["lane"] == "draft"]
-            assert set(drafted["kind"]) == ({"attention", "expert", "head"} if name == "lookahead" else set())
+            assert set(drafted["kind"]) == ({"attention", "expert", "head"} if name in ("lookahead", "ahead") else set())
             judged = run.trace.of_kind("draft_length")["value"].sum()
             committed = run.trace.of_kind("commit")["tokens"].sum()
             assert committed == NEW and len(recorder.log) >= 6 + NEW - 1 + (judged if name == "lookahead" else 0)
     predicted = {name for name, metrics in figures.items() if metrics["recall"]}
     if row.supported:
         assert figures["all rejected"]["acceptance_rate"] == 0 and figures["all accepted"]["acceptance_rate"] == 1
+        assert figures["ahead"]["acceptance_rate"] == 1 and figures["ahead"]["drafted_ahead"] > 0.5
         assert figures["lookahead"]["acceptance_rate"] > 0 and figures["lookahead"]["steps"] < NEW
         assert predicted == {"next-layer gate", "lookahead"}
     else:

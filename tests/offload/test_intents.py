@@ -41,6 +41,21 @@ def test_what_comes_and_goes_is_followed():
     assert set(intents.drop(0, up_to_step=1)) == {1, 2} and not intents and intents.missing(0) == 0
 
 
+def test_the_pass_after_the_coming_one_waits_for_its_turn_in_each_layer():
+    """Layer 0 has run pass 1 and may look at pass 2; layer 1 hasn't. All that pass 1 lacks comes before it."""
+    intents = intents_of((0, 1, 0), (1, 2, 0))
+    assert set(intents.drop(0, up_to_step=1)) == {1}
+    assert intents.want(Prediction(2, 5, ExpertKey(0, 3), 1.0)) is not None
+    assert intents.want(Prediction(2, 5, ExpertKey(1, 4), 1.0)) is None and intents.value(ExpertKey(1, 4)) == 0.0
+    assert intents.missing(1) == 1 and list(intents.urgent(0.5)) == [ExpertKey(1, 2), ExpertKey(0, 3)]
+    assert set(intents.drop(1, up_to_step=1)) == {2} and intents.value(ExpertKey(1, 4)) == 1.0
+    assert list(intents.urgent(0.0)) == [ExpertKey(0, 3), ExpertKey(1, 4)]
+    assert set(intents.drop(0, 2)) == {3} and set(intents.drop(1, 2)) == {4} and not intents
+    intents = intents_of((1, 2, 0))
+    intents.want(Prediction(2, 5, ExpertKey(1, 4), 1.0))
+    assert set(intents.drop(1, up_to_step=2)) == {2} and not intents, "a rejection takes what waits, too"
+
+
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5), st.integers(0, 3))), st.floats(0, 1))
 def test_the_link_never_idles_while_something_is_missing(wanted, share):
     intents = intents_of(*wanted)
