@@ -71,3 +71,48 @@ def test_it_stops_drafting_early_in_a_pipeline():
 def test_impossible_lengths_are_refused():
     with pytest.raises(ValueError, match="first=9, longest=8"):
         ByteLength(first=9)
+
+
+def test_the_first_drafts_have_unlike_lengths():
+    assert lengths(Device(draft_us=1_000, adds_us=1_000, pass_us=5_000), accept=2, steps=4) == [4, 8, 2, 6]
+    assert lengths(Device(draft_us=1_000, adds_us=1_000, pass_us=5_000), accept=2, steps=4, longest=3, first=3) == [3, 3, 1, 3]
+
+
+def test_expected_tokens_by_hand():
+    length = ByteLength()
+    assert length.expected_tokens(2) == pytest.approx(1 + 0.9 + 0.9**2)
+    length.learn(drafted=2, accepted=1)  # positions 1 and 2 were judged, 1 held: 0.9 x 16 of 16 becomes 15.4 of 18
+    pooled = 15.4 / 18
+    first, second = (pooled * 40 + 1) / 41, pooled * 40 / 41
+    assert length.expected_tokens(2) == pytest.approx(1 + first + first * second)
+
+
+def test_the_fit_finds_what_a_step_and_what_each_token_takes():
+    class Wider(Device):
+        """Each drafted token also makes the verification 500 us longer."""
+
+        def step(self, length, step, accept):
+            limit = length.choose(step, 100)
+            for drafted in range(1, limit + 1):
+                self.now, self.missing = self.now + self.draft_us, self.missing + self.adds_us
+                length.go_on(drafted)
+            self.now += self.pass_us + self.missing + 500 * limit
+            self.missing = 0.0
+            length.learn(limit, min(limit, accept))
+
+    length, device = ByteLength(), Wider(draft_us=100, adds_us=300, pass_us=5_000)
+    length.bind(device)
+    for step in range(1, 5):
+        device.step(length, step, accept=100)
+    assert length.verify_us(600.0, 2) == pytest.approx(5_000 + 600 + 1_000, rel=0.01)
+    assert length.verify_us(0.0, 0) == pytest.approx(5_000, rel=0.01)
+
+
+def test_what_a_cold_cache_lacked_is_forgotten_at_positions_that_are_not_drafted():
+    length, device = ByteLength(smoothing=0.5), Device(draft_us=100, adds_us=1_000, pass_us=5_000)
+    length.bind(device)
+    for step in range(1, 5):
+        device.step(length, step, accept=3)
+    device.adds_us = 0.0
+    assert device.step(length, 5, accept=3) in range(1, 8)
+    assert length._adds[7] == pytest.approx(500)  # halved with the last position that was drafted
