@@ -32,16 +32,18 @@ class Ahead:
         self._stream: DraftStream | None = None
         self._step = 0
 
-    def ready(self, step: int, most: int, predicted: dict[ExpertKey, Prediction]) -> list[DraftToken]:
-        """A step begins: at most ``most`` tokens that are drafted already; a new draft begins where there is none."""
+    def ready(self, step: int) -> list[DraftToken]:
+        """A step begins: the tokens that are drafted already; a new draft begins where there is none."""
         self._step = step
         if self._stream is None:
             self._stream = DraftStream(self.text.stream(lambda: self._step), self.machine)
-        drafted = self._stream.ready[:most]
-        if not self._tells_early:
-            for horizon, token in enumerate(drafted):
-                self.want(self.predictor.drafted(step, token, horizon), predicted)
-        return drafted
+        return list(self._stream.ready)
+
+    def tell(self, predicted: dict[ExpertKey, Prediction]) -> None:
+        """The predictor's step has begun: it hears of what is ready, if it hasn't when that was drafted."""
+        assert self._stream is not None
+        for horizon, token in enumerate(() if self._tells_early else self._stream.ready):
+            self.want(self.predictor.drafted(self._step, token, horizon), predicted)
 
     def tokens(self, most: int) -> Iterator[DraftToken]:
         """At most so many more, at once."""

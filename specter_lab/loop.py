@@ -146,10 +146,13 @@ class Assembly:
 
     def _draft(self, text: Text, step: int, position: int, predicted: dict[ExpertKey, Prediction], ahead: Ahead | None) -> list[DraftToken]:
         """Draft, predicting and prefetching after each token; what is ready already comes first."""
-        most = text.left() - 1
-        self._length = length = self.draft_length.choose(step, most) if self.drafter is not None else 0
+        drafted: list[DraftToken] = [] if ahead is None else ahead.ready(step)
+        if hasattr(self.draft_length, "handed"):
+            self.draft_length.handed(len(drafted))
+        self._length = length = self.draft_length.choose(step, text.left() - 1) if self.drafter is not None else 0
         self._want(self.predictor.step_begins(step, position, length), predicted)
-        drafted: list[DraftToken] = [] if ahead is None else ahead.ready(step, most, predicted)
+        if ahead is not None:
+            ahead.tell(predicted)
         go_on = getattr(self.draft_length, "go_on", None)
         more = length - len(drafted)
         for token in () if more <= 0 else text.draft(step, more) if ahead is None else ahead.tokens(more):

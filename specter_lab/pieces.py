@@ -109,7 +109,11 @@ class EvictionPolicy(Protocol):
 
 @runtime_checkable
 class DraftLength(Protocol):
-    """How many tokens to draft in the coming step; 0 is a length."""
+    """How many tokens to draft in the coming step; 0 is a length.
+
+    An implementation may also have ``go_on(drafted)``: told after each drafted token, False ends the draft there;
+    ``handed(ready)``: told before ``choose`` how many tokens were drafted ahead; ``longest``: no draft will be longer.
+    """
 
     def choose(self, step: int, most: int) -> int:
         """At most ``most``, what the request still may take."""

@@ -51,11 +51,14 @@ class ByteLength:
         self._adds: list[float | None] = [None] * self.longest  # by position: missing us that a token brings along
         self._draft_us: float | None = None
         self._gram, self._moment = np.diag([1e-6, 1.0, 1e-6]), np.array([0.0, 1.0, 0.0])
-        self._idle_steps = 0
-        self._steps = 0
+        self._idle_steps = self._steps = self._ready = 0
+
+    def handed(self, ready: int) -> None:
+        """So many tokens are drafted already: they take no time, and what they want counts as wanted."""
+        self._ready = ready
 
     def choose(self, step: int, most: int) -> int:
-        """How many tokens to draft."""
+        """How many tokens to draft, those that are ready included."""
         if self._view is None:
             return min(self.first, most)
         self._last, self._missing, self._change = self._view.now_us(), self._view.missing_us(), 1.0
@@ -102,9 +105,9 @@ class ByteLength:
         """The length with the best predicted rate; what the link brings meanwhile is in the averages."""
         last, missing, rates = 0.0, self._missing, []
         for length in range(limit + 1):
-            spent = length * (self._draft_us or 0.0) + self.verify_us(missing, length)
+            spent = max(0, length - self._ready) * (self._draft_us or 0.0) + self.verify_us(missing, length)
             rates.append(self.expected_tokens(length) / spent)
-            if length < self.longest:
+            if self._ready <= length < self.longest:
                 add = self._adds[length]
                 last = last if add is None else add
                 missing += last
