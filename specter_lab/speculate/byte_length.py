@@ -10,6 +10,7 @@ _PRIOR = 0.9  # acceptance before anything was judged
 _WEIGHT, _EACH = 16.0, 40.0  # judged tokens it stands for, and those that all positions stand for at each of them
 _WARM = (1.0, 2.0, 0.5, 1.5)  # the first drafts over ``first``: unlike lengths tell a step's own time from each token's
 _SURE = 1.1  # a step without drafts must be predicted to be so much faster: the fit has seen few of them
+_EARLY = 1.03  # a draft that ends before the length it was given must be so much faster: what one token adds is half luck
 
 
 class ByteLength:
@@ -20,10 +21,11 @@ class ByteLength:
     T(n) = n d + a + b W(n) + c n. d is the time of drafting a token, W(n) the time in which link and host together bring or
     compute every expert that is wanted and absent, a sum of what each position adds (moving averages; positions beyond the
     draft change by the factor by which its last one did, so that what a cold cache lacked is forgotten); a, b, c are fitted
-    to this request's own verifications (ridge regression from b = 1). The length with the greatest A(n) / T(n) is drafted.
-    The first four drafts have 1, 2, 1/2 and 3/2 times ``first`` tokens, since one length alone can't tell a from c. Length
-    0 is used once it is predicted to be faster than any other; every 16th of such steps drafts one token, to notice when
-    that changes.
+    to this request's own verifications (ridge regression from b = 1). The length with the greatest A(n) / T(n) is drafted;
+    tokens that were drafted ahead take no time. A draft ends early where what its next tokens usually add would make it
+    3 % slower, since its own have added less than usual. The first four drafts have 1, 2, 1/2 and 3/2 times ``first`` tokens, since one
+    length alone can't tell a from c. Length 0 is used once it is predicted to be faster than any other; every 16th of such
+    steps drafts one token, to notice when that changes.
 
     Source: our own; A(n) as in MoE-SpeQ's governor (arXiv 2511.14102).
 
@@ -61,24 +63,28 @@ class ByteLength:
         """How many tokens to draft, those that are ready included."""
         if self._view is None:
             return min(self.first, most)
-        self._last, self._missing, self._change = self._view.now_us(), self._view.missing_us(), 1.0
+        self._begun = self._last = self._view.now_us()
+        self._missing, self._change = self._view.missing_us(), 1.0
         if self._steps < len(_WARM):
             return min(int(self.first * _WARM[self._steps]), self.longest, most)
-        length = self._fastest(min(self.longest, most))
-        if length == 0 < most:
-            self._idle_steps += 1
-            return 0 if self._idle_steps % 16 else 1
-        return length
+        rates = self._rates(0, min(self.longest, most))
+        if most == 0 or rates[0] <= _SURE * max(rates[1:]):
+            return int(np.argmax(rates[1:])) + 1 if most else 0
+        self._idle_steps += 1
+        return 0 if self._idle_steps % 16 else 1
 
     def go_on(self, drafted: int) -> bool:
-        """Told after each drafted token, its predictions included, to see what it took and added; the draft ends as chosen."""
+        """Told after each drafted token, its predictions included, to see what it took and added; False ends the draft early."""
         assert self._view is not None, "a pipeline binds its pieces"
         now, missing, before = self._view.now_us(), self._view.missing_us(), self._adds[drafted - 1]
         after = self._mean(before, max(0.0, missing - self._missing))
         self._change = after / before if before else 1.0
         self._adds[drafted - 1], self._draft_us = after, self._mean(self._draft_us, now - self._last)
         self._last, self._missing = now, missing
-        return drafted < self.longest
+        if drafted >= self.longest or self._steps < len(_WARM):
+            return drafted < self.longest
+        rates = self._rates(drafted, self.longest)
+        return rates[0] <= _EARLY * max(rates[1:])
 
     def learn(self, drafted: int, accepted: int) -> None:
         """The acceptance of each judged position, and how long the verification took."""
@@ -101,17 +107,16 @@ class ByteLength:
         """Predicted time of a verification, a + b W + c n."""
         return max(1.0, float(np.linalg.solve(self._gram, self._moment) @ [1.0, missing_us / 1e3, drafted]) * 1e3)
 
-    def _fastest(self, limit: int) -> int:
-        """The length with the best predicted rate; what the link brings meanwhile is in the averages."""
-        last, missing, rates = 0.0, self._missing, []
-        for length in range(limit + 1):
-            spent = max(0, length - self._ready) * (self._draft_us or 0.0) + self.verify_us(missing, length)
-            rates.append(self.expected_tokens(length) / spent)
-            if self._ready <= length < self.longest:
+    def _rates(self, drafted: int, limit: int) -> list[float]:
+        """Expected tokens a microsecond of a draft that ends here, or with 1, 2, ... tokens more up to ``limit``."""
+        missing, added, spent, rates = self._missing, 0.0, self._last - self._begun, []
+        for length in range(drafted, limit + 1):
+            rates.append(self.expected_tokens(length) / (spent + self.verify_us(missing, length)))
+            if length >= self._ready and length < limit:  # what the link brings meanwhile is in the averages
                 add = self._adds[length]
-                last = last if add is None else add
-                missing += last
-        return 0 if limit == 0 or rates[0] > _SURE * max(rates[1:]) else int(np.argmax(rates[1:])) + 1
+                added = added if add is None else add
+                missing, spent = missing + added, spent + (self._draft_us or 0.0)
+        return rates
 
     def _mean(self, old: float | None, new: float) -> float:
         return new if old is None else old + self.smoothing * (new - old)

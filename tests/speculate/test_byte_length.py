@@ -78,6 +78,30 @@ def test_the_first_drafts_have_unlike_lengths():
     assert lengths(Device(draft_us=1_000, adds_us=1_000, pass_us=5_000), accept=2, steps=4, longest=3, first=3) == [3, 3, 1, 3]
 
 
+def test_a_draft_that_lacks_less_than_usual_ends_before_the_costly_tokens():
+    """Each token adds 900 us as a rule: eight are best. Two that add nothing are better off without a third."""
+    length, device = ByteLength(), Device(draft_us=200, adds_us=900, pass_us=2_000)
+    length.bind(device)
+    assert [device.step(length, step, accept=100) for step in range(1, 13)][-1] == 8
+    assert length.choose(13, 100) == 8
+    device.now += 200
+    assert length.go_on(1)
+    device.now += 200
+    assert not length.go_on(2)
+
+
+def test_what_is_ready_takes_no_time():
+    """A costly draft is worth one or two tokens; eight that are there already are all verified."""
+    length, device = ByteLength(), Device(draft_us=4_000, adds_us=0, pass_us=4_000)
+    length.bind(device)
+    short = [device.step(length, step, accept=2) for step in range(1, 30)][-1]
+    assert short <= 2
+    length.handed(5)
+    assert length.choose(30, 100) == 5
+    length.handed(0)
+    assert length.choose(31, 100) == short
+
+
 def test_expected_tokens_by_hand():
     length = ByteLength()
     assert length.expected_tokens(2) == pytest.approx(1 + 0.9 + 0.9**2)
