@@ -10,7 +10,7 @@ _PRIOR = 0.9  # acceptance before anything was judged
 _WEIGHT, _EACH = 16.0, 40.0  # judged tokens it stands for, and those that all positions stand for at each of them
 _WARM = (1.0, 2.0, 0.5, 1.5)  # the first drafts over ``first``: unlike lengths tell a step's own time from each token's
 _SURE = 1.1  # a step without drafts must be predicted to be so much faster: the fit has seen few of them
-_EARLY = 1.03  # a draft that ends before the length it was given must be so much faster: what one token adds is half luck
+_EARLY = 1.06  # a draft that ends before the length it was given must be so much faster: what one token adds is half luck
 
 
 class ByteLength:
@@ -23,7 +23,7 @@ class ByteLength:
     draft change by the factor by which its last one did, so that what a cold cache lacked is forgotten); a, b, c are fitted
     to this request's own verifications (ridge regression from b = 1). The length with the greatest A(n) / T(n) is drafted;
     tokens that were drafted ahead take no time. A draft ends early where what its next tokens usually add would make it
-    3 % slower, since its own have added less than usual. The first four drafts have 1, 2, 1/2 and 3/2 times ``first`` tokens, since one
+    6 % slower, since its own have added less than usual. The first four drafts have 1, 2, 1/2 and 3/2 times ``first`` tokens, since one
     length alone can't tell a from c. Length 0 is used once it is predicted to be faster than any other; every 16th of such
     steps drafts one token, to notice when that changes.
 
