@@ -28,7 +28,7 @@ def work(case: str, *, texts: int, new_tokens: int) -> dict[str, Any]:
         "context_length": context,
         "split": None,
     }
-    plan = str(sl.try_plans(target, case_texts(setting, 2, 64, seed=1), **options).index[0])
+    plan = str(sl.try_plans(target, case_texts(setting, 2, context, seed=1), **options).index[0])
     with sl.planned(target, plan, **options) as pipeline:
         runs = [
             pipeline.replay(text, prompt_tokens=PROMPT, max_new_tokens=new_tokens)

@@ -91,7 +91,7 @@ def run_case(
     if "activation_aware" in systems:
         options["activation_aware"] = {"library": [text.log() for text in case_texts(case, 4, 128, seed=seed + 1)]}
     if "specter_plus" in systems:
-        options["specter_plus"] = {"trial": case_texts(case, 2, 64, seed=seed + 1)}
+        options["specter_plus"] = {"trial": case_texts(case, 2, context, seed=seed + 1)}
     memory = case.device_bytes + context * target.geometry.kv_bytes_per_token
     separate = _fits("specmoeoff_b1", target, memory, context)
     options["specmoeoff_b1"] = {"separate": separate}

@@ -53,7 +53,7 @@ def try_plans(
     target: MoE | ReplayTarget,
     texts: Sequence[Any],
     *,
-    max_new_tokens: int = 32,
+    max_new_tokens: int | None = None,
     prompt_tokens: int = 16,
     plans: Sequence[str] = PLANS,
     **options: Any,
@@ -61,7 +61,8 @@ def try_plans(
     """Run every plan on ``texts`` and compare: plan (index), tpot_ms (mean over texts), slots a layer, or why it can't be.
 
     ``texts``: prompts for a model, texts to replay (from their own ``prompt_tokens`` on, or these) for a ``ReplayTarget``; not
-    those that are measured later. ``options``: machine, memory and the rest, as for ``planned``. The fastest comes first.
+    those that are measured later. ``max_new_tokens``: 32 of each prompt, or up to 128 of what a text to replay has, if not given: a
+    cold start favours what needs no draft. ``options``: machine, memory and the rest, as for ``planned``. The fastest comes first.
 
     >>> import specter_lab as sl
     >>> moe = sl.load_moe("tiny-moe")
@@ -77,9 +78,12 @@ def try_plans(
             with planned(target, plan, **options) as pipeline:
                 if isinstance(target, ReplayTarget):
                     begins = [getattr(text, "prompt_tokens", prompt_tokens) for text in texts]
-                    runs = [pipeline.replay(t, prompt_tokens=n, max_new_tokens=max_new_tokens) for t, n in zip(texts, begins, strict=True)]
+                    runs = [
+                        pipeline.replay(text, prompt_tokens=n, max_new_tokens=max_new_tokens or min(128, len(text.experts) - n))
+                        for text, n in zip(texts, begins, strict=True)
+                    ]
                 else:
-                    runs = [pipeline.generate(text, max_new_tokens=max_new_tokens, do_sample=False) for text in texts]
+                    runs = [pipeline.generate(text, max_new_tokens=max_new_tokens or 32, do_sample=False) for text in texts]
                 times = [run.metrics["tpot_ms"] for run in runs]
                 rows.append({"plan": plan, "tpot_ms": sum(times) / len(times), "slots": min(pipeline.plan.slots), "reason": ""})
         except BudgetError as error:
