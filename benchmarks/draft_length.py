@@ -13,8 +13,11 @@ from specter_lab.cases import case_machine, case_texts
 from specter_lab.hardware import case_named
 from specter_lab.planning import stand_in
 
-FIXED, PROMPT = (0, 2, 3, 4, 6, 8), 16
-WHAT = "mean TPOT in ms of the residual plan with each fixed draft length and with ByteLength; replays on the simulated machine"
+FIXED, ALONE, PROMPT = (0, 2, 3, 4, 6, 8), "bytes, none ahead", 16
+WHAT = (
+    "mean TPOT in ms of the residual plan with each fixed draft length and with ByteLength, drafting ahead, and with ByteLength without; "
+    "replays on the simulated machine"
+)
 
 
 def work(case: str, *, texts: int, new_tokens: int) -> dict[str, Any]:
@@ -24,9 +27,10 @@ def work(case: str, *, texts: int, new_tokens: int) -> dict[str, Any]:
     memory = setting.device_bytes + context * target.geometry.kv_bytes_per_token
     generated = case_texts(setting, texts, context + 1, seed=2)
     found = {}
-    for length in (*FIXED, "bytes"):
-        chosen = sl.ByteLength() if length == "bytes" else length
+    for length in (*FIXED, "bytes", ALONE):
+        chosen = length if length in FIXED else sl.ByteLength()
         options = {"machine": case_machine(setting), "memory": memory, "context_length": context, "draft_length": chosen}
+        options["draft_ahead"] = length != ALONE
         with sl.planned(target, "residual", **options) as pipeline:
             runs = [pipeline.replay(text, prompt_tokens=PROMPT, max_new_tokens=new_tokens) for text in generated]
         found[str(length)] = sum(run.metrics["tpot_ms"] for run in runs) / texts

@@ -32,7 +32,7 @@ PERFECT = {
 }
 WHAT = (
     "mean TPOT in ms of specter_plus with a mechanism made perfect, by its best plan, and the fastest rival's over it, on the same texts; "
-    "drafting that costs nothing stands for drafting the next window during verification; simulated"
+    "drafting that costs nothing bounds what drafting ahead can hide; simulated"
 )
 
 

@@ -125,8 +125,9 @@ def draft_length(result: Mapping[str, Any]) -> str:
         for case, cell in result["cells"].items()
     ]
     settings = result["conditions"]["settings"]
-    note = f"*Simulated*: mean ms a token of the residual plan by draft length, {settings['texts']} generated texts of "
-    return note + f"{settings['new_tokens']} new tokens.\n\n" + _markdown(["case", *lengths, "bytes over best fixed"], lines)
+    note = "*Simulated*: mean ms a token of the residual plan by draft length, drafting ahead but for one column, "
+    note += f"{settings['texts']} generated texts of {settings['new_tokens']} new tokens.\n\n"
+    return note + _markdown(["case", *lengths, "bytes over best fixed"], lines)
 
 
 def no_host(result: Mapping[str, Any]) -> str:
