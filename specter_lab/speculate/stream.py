@@ -16,7 +16,7 @@ class DraftStream:
 
     The loop takes a window's ``tokens``. While the target verifies them, ``advance`` drafts on: first the
     ``guess`` of the token that the pass adds if all of them hold, then the next window's tokens, which are ``ready`` if the
-    guess comes true. A piece is begun only in a wait that is as long as pieces take (moving average): the target's pass isn't
+    guess comes true. A piece is begun only in a wait of at least half its time (moving average): the target's pass isn't
     held up for what a rejection may throw away.
 
     Source: our own, for one device; PEARL (arXiv 2408.11850) drafts on while a target of its own device verifies.
