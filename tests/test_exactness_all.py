@@ -13,7 +13,7 @@ import specter_lab as sl
 
 pytestmark = [pytest.mark.all, pytest.mark.timeout(1800)]
 NEW = 8
-DRAFTERS = ("none", "qint8", "qint4", "qint2", "lookup")
+DRAFTERS = ("none", "qint8", "qint4", "qint2", "lookup", "qint4 ahead")
 PREDICTORS = ("none", "gate", "lookahead", "oracle")
 COMBINATIONS = [
     combination
@@ -45,7 +45,7 @@ def attached(texts):
 
 @pytest.fixture(scope="module")
 def banks(attached):
-    return {name: attached.quantize(name) for name in DRAFTERS if name.startswith("qint")}
+    return {name: attached.quantize(name.split()[0]) for name in DRAFTERS if name.startswith("qint")}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -73,10 +73,14 @@ def test_every_prompt_gives_the_models_own_tokens(attached, banks, texts, drafte
         "lookahead": sl.DraftLookahead,
     }
     shared = {"slots": slots, "poison": True, "machine": sl.SimulatedMachine(0.05) if machine == "simulated" else sl.ThrottledMachine(0.5)}
+    ahead, kept = drafter.endswith("ahead"), 0
     for ids, own, log in texts:
         piece = sl.Oracle(log) if predictor == "oracle" else simple[predictor]()
         draft = drafters.get(drafter, lambda: sl.SelfDrafter(banks[drafter]))()
-        with sl.Pipeline(attached, drafter=draft, predictor=piece, draft_length=4 if draft else None, **shared) as pipeline:
+        length = (2 if ahead else 4) if draft else None
+        with sl.Pipeline(attached, drafter=draft, predictor=piece, draft_length=length, draft_ahead=ahead, **shared) as pipeline:
             run = pipeline.generate(ids, max_new_tokens=NEW, do_sample=False)
         assert run.new_ids == own
+        kept += int((run.trace.of_kind("ahead")["outcome"] == "kept").sum())
+    assert kept or not ahead or (machine, slots) != ("simulated", 1), "nothing was drafted ahead"
     done.append({"drafter": drafter, "predictor": predictor, "machine": machine, "slots": slots, "runs": len(texts)})
