@@ -66,7 +66,7 @@ class Ahead:
 
         most = min(most, self.text.left() - drafted - 2)  # left by this window and by what the target adds to the next
         stream.verifying(most, told)
-        if most > 0:
+        if most > 0 and stream.given + 1 + most <= self.text.longest_draft:  # else the next window would come up short
             server.meanwhile = stream.advance
 
     def decided(self, step: int, held: bool) -> dict[ExpertKey, Prediction] | None:

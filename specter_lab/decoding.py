@@ -14,11 +14,11 @@ from specter_lab.offload.residency import Residency
 from specter_lab.offload.server import OffloadServer
 from specter_lab.pieces import Drafter, Machine
 from specter_lab.records import DraftToken, Verification
-from specter_lab.scratch import LONGEST, Scratch, branch
+from specter_lab.scratch import Scratch, branch
 from specter_lab.seam import ExpertsSeam
 from specter_lab.speculate.choice import Chooser
 from specter_lab.speculate.forked import in_pieces
-from specter_lab.speculate.stream import Pieces
+from specter_lab.speculate.stream import LONGEST, Pieces
 from specter_lab.speculate.verification import verify_greedy, verify_sampled
 
 
@@ -66,6 +66,11 @@ class Decoding:
         return int(self.ids.shape[1]) - 1
 
     @property
+    def longest_draft(self) -> int:
+        """Most tokens of a stream: what memory is counted for."""
+        return LONGEST
+
+    @property
     def last_token(self) -> int:
         """The last committed token."""
         return int(self.ids[0, -1])
@@ -92,9 +97,10 @@ class Decoding:
 
     def stream(self, step: Callable[[], int]) -> Pieces:
         """The same layer by layer on a cache of its own, so that it may go on while the target's pass uses this one."""
-        drafter, cache, most = self.drafter, self.cache, min(self.left(), LONGEST)
-        assert drafter is not None and cache is not None
-        return in_pieces(lambda pause: drafter.draft(Scratch(self, branch(cache), step, pause), most), self.seam)
+        drafter, most = self.drafter, min(self.left(), LONGEST)
+        assert drafter is not None and self.cache is not None
+        own = branch(self.cache)  # now: a first piece may be taken inside a pass, when some layers hold its window already
+        return in_pieces(lambda pause: drafter.draft(Scratch(self, own, step, pause), most), self.seam)
 
     def verify(self, step: int, drafted: Sequence[DraftToken], server: OffloadServer) -> Committed:
         """One pass over the last token and the drafts; of its cache entries, those of committed tokens stay."""

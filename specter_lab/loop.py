@@ -45,6 +45,10 @@ class Text(Protocol):
     def last_token(self) -> int:
         """The last committed token."""
 
+    @property
+    def longest_draft(self) -> int:
+        """Most tokens of a ``stream``."""
+
     def draft(self, step: int, length: int) -> Iterator[DraftToken]:
         """Propose at most ``length`` tokens, one at a time."""
 
@@ -146,11 +150,12 @@ class Assembly:
 
     def _draft(self, text: Text, step: int, position: int, predicted: dict[ExpertKey, Prediction], ahead: Ahead | None) -> list[DraftToken]:
         """Draft, predicting and prefetching after each token; what is ready already comes first."""
+        most = text.left() - 1 if ahead is None else min(text.left() - 1, text.longest_draft)
         drafted: list[DraftToken] = [] if ahead is None else ahead.ready(step)
         if hasattr(self.draft_length, "handed"):
             self.draft_length.handed(len(drafted))
-        self._length = length = self.draft_length.choose(step, text.left() - 1) if self.drafter is not None else 0
-        self._want(self.predictor.step_begins(step, position, length), predicted)
+        self._length = length = self.draft_length.choose(step, most) if self.drafter is not None else 0
+        self._want(self.predictor.step_begins(step, position, max(length, len(drafted))), predicted)
         if ahead is not None:
             ahead.tell(predicted)
         go_on = getattr(self.draft_length, "go_on", None)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from specter_lab.offload.residency import slot_bytes
 from specter_lab.pieces import Drafter, ExpertStore
 from specter_lab.records import DeviceBytes
+from specter_lab.scratch import scratch_bytes
 
 if TYPE_CHECKING:
     from specter_lab.models import MoE
@@ -70,14 +71,14 @@ def divide_memory(
     slots: int | Sequence[int] | None = None,
     memory: int | str | None = None,
     context_length: int | None = None,
-    scratch_tokens: int = 0,
+    draft_ahead: bool = False,
 ) -> MemoryPlan:
     """Give the target's slots what a budget leaves after non-expert weights, the drafter's own weights and cache, buffers and KV.
 
     ``slots``: so many a layer (one number, or one for each layer), or ``memory``: a total of device bytes; with neither,
     a quarter of each layer's experts. ``store``: what crosses the link (the target's own experts, if not given), and with
-    it what a slot holds, but for experts that are rebuilt ``on_arrival``. ``scratch_tokens``: entries that a
-    draft keeps beside the target's cache, if it goes on during verifications. Slots that a
+    it what a slot holds, but for experts that are rebuilt ``on_arrival``. ``draft_ahead``: with what a draft keeps
+    beside the target's cache while it goes on during verifications. Slots that a
     budget leaves over go to the first layers.
     Raises ``ValueError`` for both at once, and ``BudgetError`` for a budget below one slot a layer.
 
@@ -95,7 +96,9 @@ def divide_memory(
     if hasattr(store, "rebuilt_bytes"):
         buffers += max((store.blob_bytes if on_arrival else store.rebuilt_bytes)(layer) for layer in range(store.layers))
     draft = getattr(getattr(drafter, "bank", None), "nbytes", 0) + getattr(drafter, "weight_bytes", 0)
-    kv = (geometry.kv_bytes_per_token + getattr(drafter, "kv_bytes_per_token", 0)) * context + geometry.kv_bytes_per_token * scratch_tokens
+    kv = (geometry.kv_bytes_per_token + getattr(drafter, "kv_bytes_per_token", 0)) * context
+    if draft_ahead:
+        kv += scratch_bytes(target, context)
     fixed = DeviceBytes(geometry.non_expert_bytes, draft, 0, buffers, kv)
     budget = None
     if memory is not None:
@@ -103,10 +106,12 @@ def divide_memory(
         counts = _fill(budget - fixed.total, sizes, geometry.experts)
         if not counts:
             smallest = fixed.total + sum(sizes)
+            more, less = (" and a draft ahead", "leave draft_ahead out, ") if draft_ahead else ("", "")
             raise BudgetError(
                 f"The smallest legal cache is one slot a layer: {smallest:,} bytes here ({fixed.non_expert:,} non-expert, "
-                f"{fixed.draft:,} draft, {fixed.buffers:,} buffers, {fixed.kv:,} KV for {context} tokens, {sum(sizes):,} slots); "
-                f"the budget is {budget:,}, {smallest - budget:,} short. Raise it, shorten context_length, or use a smaller draft format.",
+                f"{fixed.draft:,} draft, {fixed.buffers:,} buffers, {fixed.kv:,} KV for {context} tokens{more}, {sum(sizes):,} slots); "
+                f"the budget is {budget:,}, {smallest - budget:,} short. "
+                f"Raise it, shorten context_length, {less}or use a smaller draft format.",
                 smallest=smallest, budget=budget,
             )  # fmt: skip
     elif isinstance(slots, Sequence):

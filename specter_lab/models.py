@@ -49,7 +49,7 @@ class MoE(HostedExperts):
         self.routers.learn(seen.routers)
         self.seam.routers = self.routers
         self.seam.sum_dtypes = sum_dtypes(self.seam, seen.calls)
-        self.rollback = seen.rollback
+        self.rollback, self.cache_copied = seen.rollback, seen.copied
 
     def route(self, layer: int, hidden: Tensor) -> Tensor:
         """(positions, hidden_size) -> (positions, experts_per_token): that MoE layer's own router on these states."""

@@ -35,7 +35,6 @@ from specter_lab.request import (
     stop_criteria,
 )
 from specter_lab.routing.predictors import NoPrediction
-from specter_lab.scratch import scratch_tokens
 from specter_lab.speculate.draft_length import FixedLength
 
 
@@ -50,7 +49,8 @@ class Pipeline:
     expert bit for bit (True, or a ``ResidualBank`` built for that bank), or experts compressed by themselves, which need no
     codes ("compressed", or a ``CompressedBank``). Slots hold the same, and experts are rebuilt at each use, or ``on_arrival``:
     then slots hold rebuilt ones. ``draft_ahead``: the next window is drafted while this one's verification waits, on a
-    cache of its own behind the committed prefix. Sampled tokens then depend on how long waits were; their distribution doesn't.
+    cache of its own behind the committed prefix, 32 tokens at most. Sampled tokens then depend on how long waits were;
+    their distribution doesn't.
     ``poison`` fills forgotten slots with NaN.
 
     >>> import specter_lab as sl
@@ -97,7 +97,7 @@ class Pipeline:
             store = self._store(residual, getattr(drafter, "bank", None))
             self.plan: MemoryPlan = divide_memory(
                 self.target, drafter=drafter, store=store, on_arrival=on_arrival, slots=slots, memory=memory, context_length=context_length,
-                scratch_tokens=scratch_tokens(self.target) if draft_ahead else 0,
+                draft_ahead=draft_ahead,
             )  # fmt: skip
             self.assembly = Assembly(
                 store, self.plan.slots, self.machine, drafter=drafter, predictor=self.predictor, eviction=eviction or LRU(),

@@ -25,7 +25,6 @@ from specter_lab.pipeline import Pipeline
 from specter_lab.probe import Probe, cache_state
 from specter_lab.recorded import fingerprint_of
 from specter_lab.replay import ReplayTarget, ShapeStore
-from specter_lab.scratch import scratch_tokens
 from specter_lab.seam import ExpertsSeam
 from specter_lab.shapes import ModelShape
 
@@ -67,7 +66,7 @@ def plan_memory(
     try:
         if isinstance(system, Pipeline):
             pieces: dict[str, Any] = {"drafter": system.drafter, "store": system.residency.store, "on_arrival": system.residency.on_arrival}
-            pieces["scratch_tokens"] = scratch_tokens(system.target) if system.assembly.draft_ahead else 0
+            pieces["draft_ahead"] = system.assembly.draft_ahead
             return divide_memory(system.target, **pieces, **sizes)
         shapes = stand_in(target, dtype)
         if name == "activation_aware" and "library" not in options:  # what it has recorded takes no device memory

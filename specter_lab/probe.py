@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from specter_lab.routers import RouterCall, Routers
 from specter_lab.seam import ExpertsSeam
@@ -22,7 +23,8 @@ class Probe:
     """``calls``: for each MoE layer its experts' first arguments (hidden states, ids, weights); ``routers`` likewise.
 
     ``cache_bytes_per_token`` is what each token adds to the cache. ``rollback``: empty if the cache comes back exactly
-    after tokens are taken off, else what doesn't.
+    after tokens are taken off, else what doesn't. ``copied``: whether a branch of the cache copies layers as a whole, being
+    of other kinds than plain and sliding ones, and the bytes in it that don't grow.
 
     >>> import specter_lab as sl
     >>> sl.load_moe("tiny-moe").rollback
@@ -33,6 +35,7 @@ class Probe:
     routers: dict[int, RouterCall]
     cache_bytes_per_token: int
     rollback: str
+    copied: tuple[bool, int] = (False, 0)
 
 
 def probe(model: Any, seam: ExpertsSeam, routers: Routers) -> Probe:
@@ -44,6 +47,7 @@ def probe(model: Any, seam: ExpertsSeam, routers: Routers) -> Probe:
     watched: dict[int, RouterCall] = {}
     with torch.no_grad(), seam.probed() as calls, routers.watched(watched):
         cache: Any = model(input_ids=ids, use_cache=True).cache
+        begun = _bytes(cache)
         if not all(layer in calls and layer in watched for layer in range(len(seam.modules))):
             absent = [layer for layer in range(len(seam.modules)) if layer not in calls]
             raise ValueError(
@@ -51,7 +55,9 @@ def probe(model: Any, seam: ExpertsSeam, routers: Routers) -> Probe:
                 f"{absent or 'routers of some'} didn't. If it has towers besides its text model, pass the text model alone."
             )
         grown, rollback = roll_back(model, cache, ids)
-    return Probe(dict(calls), watched, grown, rollback)
+    plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+    fixed = 0 if plain else max(0, begun - grown * ids.shape[1])
+    return Probe(dict(calls), watched, grown, rollback, (not plain, fixed))
 
 
 def roll_back(model: Any, cache: Any, ids: Tensor) -> tuple[int, str]:

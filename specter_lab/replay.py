@@ -23,7 +23,7 @@ from specter_lab.loop import Committed
 from specter_lab.offload.server import OffloadServer
 from specter_lab.pieces import Machine
 from specter_lab.records import DraftToken, ExpertKey, Geometry, LayerCall, Routing
-from specter_lab.speculate.stream import Pieces
+from specter_lab.speculate.stream import LONGEST, Pieces
 
 
 class ReplayWindow(Protocol):
@@ -275,6 +275,11 @@ class Replayed:
         return Committed(1, 0, finished=self.left() == 0)
 
     @property
+    def longest_draft(self) -> int:
+        """Most tokens of a stream, as for a model, if the text knows as many."""
+        return min(LONGEST, longest_draft(self.text))
+
+    @property
     def last_token(self) -> int:
         """A text's tokens are its places: what a draft proposes wrongly is -1."""
         return self.position
@@ -286,7 +291,7 @@ class Replayed:
     def stream(self, step: Callable[[], int]) -> Pieces:
         """The same on and on: what comes after a window that held is still far from where the draft began."""
         self._begun, self._streams = self.position, True
-        return self._pieces(step, longest_draft(self.text))
+        return self._pieces(step, self.longest_draft)
 
     def _pieces(self, step: Callable[[], int], length: int) -> Pieces:
         begin, window = self.position, self.text.window(self.position, length)

@@ -15,13 +15,10 @@ from specter_lab.offload.server import ResidentServer
 from specter_lab.offload.slots_first import SlotsFirstServer
 from specter_lab.pieces import Compute, ExpertServer, ExpertStore
 from specter_lab.records import DraftToken, LayerCall, Routing
+from specter_lab.speculate.stream import LONGEST
 
 if TYPE_CHECKING:
     from specter_lab.decoding import Decoding
-
-
-LONGEST = 32
-"""Most tokens of a draft that goes on beside verifications: then it begins anew, from what the target committed."""
 
 
 class Scratch:
@@ -95,10 +92,14 @@ def branch(cache: DynamicCache) -> DynamicCache:
     return copy.deepcopy(cache, shared)
 
 
-def scratch_tokens(target: Any) -> int:
-    """For how many tokens a branch holds keys and values at most: ``LONGEST``, and the window of sliding layers, if any."""
+def scratch_bytes(target: Any, context: int) -> int:
+    """What a branch holds beside the cache at most: entries of ``LONGEST`` tokens, and the window of sliding layers, if any; where
+    layers are copied as a whole (``target.cache_copied``), all of ``context`` tokens once more, and what doesn't grow.
+    """
     config = target.model.config.get_text_config() if hasattr(target, "model") else None
-    return LONGEST + (getattr(config, "sliding_window", None) or 0)
+    copied, fixed = getattr(target, "cache_copied", (False, 0))
+    tokens = LONGEST + (context if copied else getattr(config, "sliding_window", None) or 0)
+    return int(tokens * target.geometry.kv_bytes_per_token + fixed)
 
 
 class _BranchLayer(DynamicLayer):
@@ -109,7 +110,7 @@ class _BranchLayer(DynamicLayer):
         assert trunk.keys is not None and trunk.values is not None
         self.trunk, self.length = trunk, trunk.get_seq_length()
         self.lazy_initialization(trunk.keys, trunk.values)
-        self.keys, self.values = trunk.keys[..., :0, :], trunk.values[..., :0, :]
+        self.keys, self.values = trunk.keys[..., :0, :].clone(), trunk.values[..., :0, :].clone()  # views would keep the trunk's
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As a dynamic layer's; what is joined for attention isn't kept."""

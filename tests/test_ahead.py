@@ -12,10 +12,13 @@ import torch
 from scipy.stats import chisquare
 
 import specter_lab as sl
+from specter_lab.offload.server import ResidentServer
 from specter_lab.plans import planned
+from specter_lab.plots.bars import trace_bars
+from specter_lab.plots.steps import choose_steps
 from specter_lab.recipes import tiny_model
 from specter_lab.records import DraftToken, Geometry
-from specter_lab.scratch import branch, scratch_tokens
+from specter_lab.scratch import branch, scratch_bytes
 from specter_lab.speculate.stream import DraftStream
 from tests.invariants import check_trace
 
@@ -60,13 +63,97 @@ def test_tokens_are_the_models_own_and_drafts_are_made_in_waits(attached, bank, 
         assert run.new_ids == tokens[:new]
         check_trace(run.trace, p.plan.slots, [attached.store.blob_bytes(0)] * 8)
         early = run.trace.of_kind("ahead")
+        assert (early["value"] <= 3).all() and 0 <= run.metrics["drafted_ahead"] <= 1
+        if machine.label != "simulated":
+            continue  # on a wall clock it is a matter of luck how long waits are
         kept += (early["outcome"] == "kept").sum()
-        assert early["value"].max() <= 3 and 0 < run.metrics["drafted_ahead"] <= 1
+        assert run.metrics["drafted_ahead"] > 0
         # a piece of a step's draft lies before the commit of the step before it, where that pass would have stalled
         draft = run.trace.events[run.trace.events["lane"] == "draft"]
         commits = run.trace.of_kind("commit").set_index("step")["start_us"]
         assert (draft["start_us"] < (draft["step"] - 1).map(commits)).any()
-    assert kept > 0
+    assert kept > 0 or machine.label != "simulated"
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_draft_that_begins_inside_a_pass_reads_the_cache_from_before_it(moe, own, attention):
+    """Its first piece is taken when some layers hold the window already. It drafts with the exact experts: all of it holds."""
+
+    class Late(sl.FixedLength):
+        longest = 3
+
+        def choose(self, step, most):
+            return 0 if step < 4 else super().choose(step, most)
+
+    model = sl.load_moe("tiny-moe", dtype="float32")
+    model.model.set_attn_implementation(attention)
+    with model, pipeline(model, model.store, draft_length=Late(3)) as p:
+        run = p.generate(PROMPTS[0], max_new_tokens=NEW, do_sample=False)
+    early = run.trace.of_kind("ahead")
+    assert run.new_ids == own[0] and run.metrics["acceptance_rate"] == 1
+    assert early["step"].min() == 2 and set(early["outcome"]) == {"kept"}
+
+
+@pytest.mark.parametrize("length", [3, 7, 31, 40])
+def test_windows_are_as_long_as_without(attached, length):
+    """However long a draft holds: the branch of the cache ends at 32 tokens, and so does every window."""
+    lengths = {}
+    for ahead in (False, True):
+        with pipeline(attached, attached.store, draft_length=length, draft_ahead=ahead) as p:
+            run = p.generate(PROMPTS[0], max_new_tokens=100, do_sample=False)
+        lengths[ahead] = run.trace.of_kind("draft_length")["value"].astype(int).tolist()
+    assert max(lengths[True]) == min(length, 32)
+    assert lengths[True] == lengths[False] or length == 40
+
+
+def test_a_predictor_is_told_of_the_whole_window(attached, bank):
+    """The oracle knows every row, also of windows that are longer than was chosen, since so much was ready."""
+
+    class Unlike(sl.FixedLength):
+        longest = 6
+
+        def choose(self, step, most):
+            return min(most, 6 if step % 2 else 1)
+
+    ids = attached.tokenizer(PROMPTS[0], return_tensors="pt").input_ids
+    with pipeline(attached, attached.store, predictor=None, draft_ahead=False) as p:
+        whole = p.generate(ids, max_new_tokens=NEW, do_sample=False).ids
+    with (
+        torch.no_grad(),
+        sl.RouterRecorder(attached.model) as recorder,
+        attached.seam.serving(ResidentServer(attached.store, sl.SimulatedMachine(), "target", 0)),
+    ):
+        attached.model(torch.tensor([whole]))
+    with pipeline(
+        attached, attached.store, predictor=sl.Oracle(recorder.log), draft_length=Unlike(6), machine=sl.SimulatedMachine(0.01)
+    ) as p:
+        run = p.generate(ids, max_new_tokens=NEW, do_sample=False)
+    drafted = run.trace.of_kind("draft_length")
+    assert drafted.loc[drafted["step"] % 2 == 0, "value"].max() > 1 and run.metrics["drafted_ahead"] > 0
+    assert run.metrics["recall"] == 1
+
+
+def test_figures_leave_out_what_a_dropped_draft_predicted(attached):
+    with pipeline(attached, attached.quantize("qint2")) as p:
+        run = p.generate(PROMPTS[0], max_new_tokens=NEW, do_sample=False)
+    said = run.trace.of_kind("predict").query("step >= 1")
+    dropped = said[said["outcome"] == "dropped"]
+    marks = run.trace.of_kind("ahead").query("outcome == 'dropped'").set_index("step")["start_us"]
+    assert len(dropped) and (dropped["start_us"] <= dropped["step"].map(marks)).all()
+    rest = said[said["outcome"] != "dropped"].drop_duplicates(["step", "layer", "expert"])
+    assert run.metrics["precision"] == pytest.approx((rest["outcome"] == "correct").mean())
+    assert int(sl.prediction_scores(run.trace)["predicted"].sum()) == len(rest)
+
+
+def test_a_step_is_drawn_after_the_one_before_it(attached, bank):
+    with pipeline(attached, bank) as p:
+        run = p.generate(PROMPTS[0], max_new_tokens=NEW, do_sample=False)
+    steps = choose_steps(run.trace, None, None)
+    assert all(one.end_ms <= two.start_ms for one, two in itertools.pairwise(steps))
+    bars = trace_bars(run.trace, steps=(2, 2))
+    assert bars.exposed_ms <= bars.window_ms[1] - bars.window_ms[0]
+    stalls = bars.table[bars.table["kind"] == "stall"]
+    assert bars.exposed_ms == pytest.approx(stalls["duration_ms"].sum())
 
 
 def test_a_wrong_guess_drops_the_draft_and_what_it_wanted(attached, bank, own):
@@ -105,8 +192,11 @@ def test_memory_counts_what_the_draft_keeps_beside_the_cache(attached, bank):
         with pipeline(attached, bank, draft_ahead=ahead) as p:
             sizes[ahead] = p.plan.device.kv
     assert sizes[True] - sizes[False] == 32 * attached.geometry.kv_bytes_per_token
-    windowed = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(sliding_window=128))))
-    assert scratch_tokens(windowed) == 160
+    kv = SimpleNamespace(kv_bytes_per_token=10)
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(sliding_window=128))
+    windowed = SimpleNamespace(geometry=kv, model=SimpleNamespace(config=config))
+    assert scratch_bytes(windowed, 500) == 10 * (32 + 128)
+    assert scratch_bytes(SimpleNamespace(geometry=kv, cache_copied=(True, 7)), 500) == 10 * (32 + 500) + 7
     planned_kv = sl.plan_memory(attached, lambda target, **o: pipeline(target, target.quantize(), **{**o, "slots": 4}), slots=4).device.kv
     assert planned_kv == sizes[True]
 

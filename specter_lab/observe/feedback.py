@@ -77,7 +77,7 @@ def _recall(runs: Sequence[Trace]) -> pd.DataFrame:
 def _confusion(runs: Sequence[Trace]) -> pd.DataFrame:
     events = pd.concat([run.events.assign(run=number) for number, run in enumerate(runs)])
     events = events[(events["step"] >= 1) & (events["position"] >= 0)]
-    predicted = events[events["kind"] == "predict"][[*_PLACE, "expert"]].drop_duplicates()
+    predicted = events[(events["kind"] == "predict") & (events["outcome"] != "dropped")][[*_PLACE, "expert"]].drop_duplicates()
     used = events[events["kind"] == "route"][[*_PLACE, "expert"]].drop_duplicates()
     both = predicted.merge(used, how="outer", on=[*_PLACE, "expert"], indicator="side")
     wrong, missed = (both[both["side"] == side].drop(columns="side") for side in ("left_only", "right_only"))

@@ -127,7 +127,7 @@ _EXPERT = ["step", "layer", "expert"]
 
 
 def _prediction_totals(decoding: pd.DataFrame) -> dict[str, float | None]:
-    predicted = decoding[decoding["kind"] == "predict"]
+    predicted = decoding[(decoding["kind"] == "predict") & (decoding["outcome"] != "dropped")]
     if predicted.empty:
         return dict.fromkeys(("recall", "recall_accepted", "precision", "on_time"))
     needed = decoding[decoding["kind"] == "need"]
@@ -159,7 +159,8 @@ def prediction_scores(trace: Trace, by: str = "layer") -> pd.DataFrame:
     if by not in ("layer", "horizon"):
         raise ValueError(f"Scores are kept by 'layer' or by 'horizon'; got {by!r}. Give one of them.")
     decoding = trace.events[trace.events["step"] >= 1]
-    predicted, needed = decoding[decoding["kind"] == "predict"], decoding[decoding["kind"] == "need"]
+    needed = decoding[decoding["kind"] == "need"]
+    predicted = decoding[(decoding["kind"] == "predict") & (decoding["outcome"] != "dropped")]
     keys = _EXPERT
     if by == "horizon":
         keys = ["step", "position", "layer", "expert"]

@@ -20,7 +20,8 @@ norm, vocabulary, choice), `rebuild` (a full-precision expert out of code and re
 work). Waiting: `stall`. Link: `transfer`. Disk: `read`, before the transfer of the same request. Instants: `predict`,
 `need` (one for each expert of a layer call), `route` (one for each expert of each position, from step 1 on;
 `rejected` where the position wasn't committed, else `accepted`), `evict`, `cancel`, `draft_length`, `ahead` (a step's
-tokens that were drafted while the one before was verified; outcome `kept` or `dropped`), `commit`.
+tokens that were drafted while the one before was verified; outcome `kept` or `dropped`, which is then that of its
+predictions, too: figures leave them out), `commit`.
 """
 
 from __future__ import annotations
@@ -154,12 +155,16 @@ class TraceWriter:
     def finish(self) -> Trace:
         """The table, with the outcomes that only the end can tell (used or wasted, correct or wrong, accepted or rejected)."""
         self._committed = {row[4]: row[5] for row in self.rows if row[1] == "commit"}
-        return Trace.of([self._resolved(row) for row in self.rows], self.machine)
+        dropped = {row[4]: place for place, row in enumerate(self.rows) if row[1] == "ahead" and row[12] == "dropped"}
+        rows = [self._resolved(row, dropped=place < dropped.get(row[4], -1)) for place, row in enumerate(self.rows)]
+        return Trace.of(rows, self.machine)
 
-    def _resolved(self, row: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _resolved(self, row: tuple[Any, ...], dropped: bool) -> tuple[Any, ...]:
         kind, step, layer, expert, request_id = row[1], row[4], row[6], row[7], row[10]
         if kind == "transfer":
             outcome = "used" if request_id in self._used else "wasted"
+        elif kind == "predict" and dropped:
+            outcome = "dropped"
         elif kind == "predict":
             outcome = "correct" if expert in self._prediction_outcomes.get((step, layer), ()) else "wrong"
         elif kind == "route":  # a step commits the rows before the place that it ends at

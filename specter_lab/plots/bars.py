@@ -54,7 +54,7 @@ class Bars:
 def trace_bars(trace: Trace, *, steps: tuple[int, int] | None = None, tokens: tuple[int, int] | None = None) -> Bars:
     """The bars of a trace, of its steps ``first..last``, or of the steps that committed tokens ``first..last``.
 
-    A transfer belongs to a selection when it was on the link in that time, whichever step asked for it; the three
+    A bar belongs to a selection when it lies in that time, whichever step it was for; the three
     totals count only the time inside the selection. ``ValueError`` when there is nothing to show.
 
     >>> trace_bars(Trace.of([("target", "head", 0.0, 5.0, 0, -1, -1, -1, 1, 0, -1, "", "", 0.0)], "simulated")).table["category"].tolist()
@@ -79,9 +79,7 @@ def trace_bars(trace: Trace, *, steps: tuple[int, int] | None = None, tokens: tu
         window_ms = (float(table["start_ms"].min()), float(ends_ms.max()))
     else:
         window_ms = (chosen[0].start_ms, max(step.end_ms for step in chosen))
-        on_time = (table["start_ms"] < window_ms[1]) & (ends_ms > window_ms[0])
-        in_steps = table["step"].between(chosen[0].step, chosen[-1].step)
-        table = table[np.where(table["lane"].isin(["link", "disk"]), on_time, in_steps)]
+        table = table[(table["start_ms"] < window_ms[1]) & (ends_ms > window_ms[0])]
     table = table.sort_values(["start_ms", "duration_ms"], kind="stable").reset_index(drop=True)
     return Bars(table, chosen, window_ms, *_totals(table, window_ms), trace.machine)
 

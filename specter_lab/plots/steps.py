@@ -82,6 +82,7 @@ def _steps(events: pd.DataFrame) -> list[StepSpan]:
     steps: list[StepSpan] = []
     for step, start, end in zip(spans.index.tolist(), spans["start"].tolist(), spans["end"].tolist(), strict=True):
         first_token = steps[-1].first_token + steps[-1].tokens if steps else 0
+        start = max(start, steps[-1].end_ms) if steps else start  # what was drafted ahead lies in the step before
         counts = (committed.get(step, 0), first_token, accepted.get(step, 0), drafted.get(step, 0))
         steps.append(StepSpan(step, start, max(end, commit_ms.get(step, end)), *(int(count) for count in counts)))
     return steps

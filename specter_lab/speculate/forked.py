@@ -34,7 +34,11 @@ def in_pieces(draft: Callable[[Callable[[], None]], Iterator[DraftToken]], seam:
             give(token)
 
     drafting = greenlet(run)
-    drafting.gr_context = contextvars.copy_context()
+    drafting.gr_context = contextvars.copy_context()  # that of whoever begins the draft, not of a pass that its first piece is taken in
+    return _pieces(drafting, seam)
+
+
+def _pieces(drafting: greenlet, seam: ExpertsSeam) -> Pieces:
     try:
         while True:
             drafting.parent = getcurrent()

@@ -7,6 +7,9 @@ from collections.abc import Callable, Generator, Iterator
 from specter_lab.pieces import Machine
 from specter_lab.records import DraftToken
 
+LONGEST = 32
+"""Most tokens of a draft that goes on beside verifications: then it begins anew, from what the target committed."""
+
 Pieces = Generator[DraftToken | None, None, None]
 """A draft that stops after each layer (None) and with each token."""
 
@@ -14,10 +17,10 @@ Pieces = Generator[DraftToken | None, None, None]
 class DraftStream:
     """The tokens of one draft, for as many windows as hold.
 
-    The loop takes a window's ``tokens``. While the target verifies them, ``advance`` drafts on: first the
-    ``guess`` of the token that the pass adds if all of them hold, then the next window's tokens, which are ``ready`` if the
-    guess comes true. A piece is begun only in a wait of at least half its time (moving average): the target's pass isn't
-    held up for what a rejection may throw away.
+    The loop takes a window's ``tokens``; ``given``: how many there were in all. While the target verifies them, ``advance``
+    drafts on: first the ``guess`` of the token that the pass adds if all of them hold, then the next window's tokens, which
+    are ``ready`` if the guess comes true. A piece is begun only in a wait of at least half its time (moving average): the
+    target's pass isn't held up for what a rejection may throw away.
 
     Source: our own, for one device; PEARL (arXiv 2408.11850) drafts on while a target of its own device verifies.
 
@@ -29,7 +32,7 @@ class DraftStream:
 
     def __init__(self, pieces: Pieces, machine: Machine) -> None:
         self._pieces, self._machine = pieces, machine
-        self._piece_us = 0.0
+        self._piece_us, self.given = 0.0, 0
         self.verifying(most=0, told=lambda token: None)
 
     def verifying(self, most: int, told: Callable[[DraftToken], None]) -> None:
@@ -71,6 +74,7 @@ class DraftStream:
         piece = next(self._pieces)
         spent = self._machine.now_us() - start
         self._piece_us += 0.1 * (spent - self._piece_us) if self._piece_us else spent
+        self.given += piece is not None
         return piece
 
     def close(self) -> None:
