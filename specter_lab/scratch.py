@@ -25,7 +25,6 @@ class Scratch:
     """The ``DraftContext`` of one draft: the committed ids as they were when it began, and ``tokens`` entries in ``cache``.
 
     ``step``: what its compute is stamped with. ``pause``: called after each layer's experts.
-
     """
 
     def __init__(

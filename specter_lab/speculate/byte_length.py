@@ -67,9 +67,12 @@ class ByteLength:
         self._missing, self._change = self._view.missing_us(), 1.0
         if self._steps < len(_WARM):
             return min(int(self.first * _WARM[self._steps]), self.longest, most)
-        rates = self._rates(0, min(self.longest, most))
-        if most == 0 or rates[0] <= _SURE * max(rates[1:]):
-            return int(np.argmax(rates[1:])) + 1 if most else 0
+        limit = min(self.longest, most)
+        if limit == 0:
+            return 0
+        rates = self._rates(0, limit)
+        if rates[0] <= _SURE * max(rates[1:]):
+            return int(np.argmax(rates[1:])) + 1
         self._idle_steps += 1
         return 0 if self._idle_steps % 16 else 1
 

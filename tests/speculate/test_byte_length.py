@@ -68,6 +68,10 @@ def test_it_stops_drafting_early_in_a_pipeline():
     assert len(set(drafted)) > 1 and len(run.new_ids) == 48
 
 
+def test_a_longest_draft_of_0_drafts_nothing():
+    assert lengths(Device(draft_us=10, adds_us=0, pass_us=10_000), accept=100, steps=8, longest=0, first=0) == [0] * 8
+
+
 def test_impossible_lengths_are_refused():
     with pytest.raises(ValueError, match="first=9, longest=8"):
         ByteLength(first=9)
